@@ -16,7 +16,7 @@ from kvtier.arena import Binder
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Reach, Rows
 from kvtier.chains import ChainPart, Prompt
 from kvtier.deadline import in_turn
-from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
+from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.lease import Hold, LeaseBook, Owner, ReadLease
 from kvtier.memory.gpu import Stream
 from kvtier.reading import ChainRead, Reader, verified
@@ -99,15 +99,20 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
 
     def lease_tier(self, tier: AnyTier | None = None) -> Tier:
         """``tier``, or for None the fastest mapped tier, else the fastest mappable tier. Raises
-        :class:`InvalidArgument` if the cache lacks that tier or has only disk."""
+        :class:`InvalidArgument` if the cache lacks that tier, :class:`CallerError` if it has only disk."""
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
             unmapped = self._binder.unmapped
             return next((each for each in mapped if each not in unmapped), mapped[0])
         place = None if tier is None else as_tier(tier)
         if place is None or place not in mapped:
-            have = " or ".join(str(each) for each in mapped)
-            raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
+            if not mapped:
+                says = (
+                    "has only disk: start kvtierd with --host-bytes and room for it (see `kvtier status`), or remove it"
+                )
+                says += " and open it with budgets={Tier.HOST: ...}"
+                raise CallerError(f"cache {self._binder.binding.info.name} {says}", reason="NO_MEMORY_TIER")
+            raise InvalidArgument("tier", str(tier), " or ".join(str(each) for each in mapped))
         return place
 
     # -- leases ----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Stores:
 class Plan:
     """A cache to be made. ``stored``: it is on disk already. ``changed``: with other slots or options. ``unclean``: the
     life before did not end by a clean stop. ``old``: the earlier sessions whose leases are honoured if the cache's
-    memory was kept; None = fresh memory."""
+    memory was kept; None = fresh memory. ``promised``: slots to be remembered; None = ``slots``."""
 
     name: str
     spec: CacheSpec
@@ -85,6 +85,7 @@ class Plan:
     unclean: bool = False
     old: OldLife | None = None
     changed: bool = False
+    promised: Slots | None = None
 
     @property
     def restarted(self) -> bool:
@@ -188,7 +189,7 @@ class Assembler:
         if not plan.stored or plan.changed:
             in_memory = Tier.DISK not in plan.slots  # a disk store has its options
             past = PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored()) if in_memory else None
-            remembered.put(plan.name, plan.slots, past, device)
+            remembered.put(plan.name, plan.promised or plan.slots, past, device)
         elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
             remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
@@ -265,7 +266,7 @@ class Assembler:
         try:
             return self._adopt(plan, layout, identity, kept)
         except NotAdoptable as error:
-            _log.warning("kept memory is not adopted cache=%s why=%r", plan.name, str(error))
+            _log.warning("memory of cache %s is dropped: %s", plan.name, error)
             self._stores.keeper.forget(plan.name)
             return None
         except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -41,6 +41,7 @@ from kvtierd.service.devices import Device
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.families import LastOpen, bytes_in, family_of, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
+from kvtierd.service.promises import NO_DISK, compared, told
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.sessions import ClientSession
 from kvtierd.state import Identity
@@ -105,6 +106,8 @@ class Catalog:
         """Caches whose directories were missing at the start, until a cache of the name is removed."""
         self._unfinished: dict[str, Removal] = {}
         """Caches whose files could not be deleted, with the slots that go back to the budgets afterwards."""
+        self._unserved: dict[str, str] = {}
+        """Known caches for which there is no room at all, until they are opened again or removed."""
         self._noted: dict[tuple[CacheId, Tier], str] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         """Caches of an earlier daemon that are not read yet, with the locks of their names, which are held."""
@@ -154,8 +157,14 @@ class Catalog:
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
         left_out += [f"cache {name} has lost its blocks: {why}" for name, why in sorted(self._lost.items())]
         left_out += [f"cache {name} is still being read" for name in sorted(self._loading)]
-        noted = [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
+        left_out += [f"cache {name} is not served: {why}" for name, why in sorted(self._unserved.items())]
+        noted = [(c.name, said) for c in self for tier, has in self.compared(c).items() if (said := told(tier, *has))]
+        noted += [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
         return left_out + [f"cache {name}: {problem}" for name, problem in noted]
+
+    def compared(self, cache: ServedCache) -> dict[Tier, tuple[int, int]]:
+        """Bytes that a cache has, and was promised, by promised tier."""
+        return compared(cache.spec, self._stores.remembered.get(cache.name), cache.slots)
 
     def note(self, cache: ServedCache, tier: Tier, problem: str | None) -> None:
         """Sets the problem of a cache's tier for health; None = no problem."""
@@ -214,16 +223,19 @@ class Catalog:
                     home = self._stores.devices.for_new(device, asked)
                     await self._make_room(name, spec, home, asked, last_open)
                     slots = home.budgets.slots_for(spec, asked)
-                    plan = Plan(name, spec, slots, self._new_options(name, spec, named), home)
+                    had, options = self._stores.remembered.get(name), self._new_options(name, spec, named)
+                    owed = {tier: counts for tier, counts in had.items() if len(counts) == len(spec.groups)}
+                    plan = Plan(name, spec, slots, options, home, promised=owed | slots)
                     home.budgets.take(name, spec, slots)
                     cache = await self._make(plan)
                     self._note_opening(cache)
                     return Opening(cache, created=True)
         require_same_cache(cache, spec or cache.spec, device)
         if family_of(cache.spec) is None:
-            require_same_budgets(cache, asked)
+            require_same_budgets(cache, asked, self._stores.remembered.get(name))
             require_same(cache.options, named, name)
-            return Opening(cache)
+            lacks = (told(tier, *has) for tier, has in self.compared(cache).items() if tier in asked)
+            return Opening(cache, kept="; ".join(filter(None, lacks)))
         self._note_opening(cache)
         require_same(cache.options, {field: value for field, value in named.items() if field != "write_policy"}, name)
         return await self._changed(cache, asked, replace(cache.options, **named), last_open)
@@ -286,13 +298,14 @@ class Catalog:
 
     async def _remake(self, cache: ServedCache, slots: Slots, options: CacheSettings) -> ServedCache:
         """Makes a cache anew with other slots or options, or as it was if that fails. Blocks on disk stay."""
-        name, spec, budgets = cache.name, cache.spec, cache.device.budgets
+        name, spec, budgets, had = cache.name, cache.spec, cache.device.budgets, self._stores.remembered.get(cache.name)
         size = partial(tier_bytes, spec)
         budgets.take(name, spec, {tier: max(slots[tier], cache.slots.get(tier, ()), key=size) for tier in slots})
         await self._dismantle(cache, Cause.EXPLICIT)
         stored, fault = Tier.DISK in cache.slots, None
         for now, its_options in ((slots, options), (cache.slots, cache.options)):
-            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True)
+            owed = had | dict(now.items() - cache.slots.items())  # tiers whose slots stay keep their promise
+            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True, promised=owed)
             budgets.take(name, spec, now)
             try:
                 return await self._make(plan)
@@ -343,10 +356,10 @@ class Catalog:
             if cache is not None:
                 check(cache)
                 removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots, cache.device)
-            elif name not in self._left_out:
+            elif (why := self._left_out.get(name, self._unserved.get(name))) is None:
                 raise unknown("name", name)
             elif not force:
-                message = f"cache {name} is left out: {self._left_out[name]}; only force removes it"
+                message = f"cache {name} is left out: {why}; only force removes it"
                 raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
             else:
                 removal = self._unfinished.get(name, Removal(0, None, {}, None))
@@ -360,6 +373,7 @@ class Catalog:
                 await self._forget(name, removal.spec)
             del self._left_out[name], self._unfinished[name]
             self._lost.pop(name, None)
+            self._unserved.pop(name, None)
             if removal.spec is not None and removal.device is not None:
                 removal.device.budgets.give_back(name, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
@@ -407,16 +421,20 @@ class Catalog:
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []
-        if disk is not None:
-            self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
-        self._lost = self._missing(names)
+        on_disk = {name for name in remembered.names if Tier.DISK in remembered.get(name)}
+        if disk is None:
+            self._unserved = dict.fromkeys(on_disk, NO_DISK)
+        else:
+            self._left_out = await asyncio.to_thread(disk.damaged)
+            gone = on_disk.difference(names, self._left_out, disk.taken_away)
+            self._lost = {name: f"{disk.directory_of(name)} was missing at the start" for name in gone}
         abouts = await asyncio.to_thread(self._stores.keeper.abouts)
         others = names | set(self._left_out)
         kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
         self._announce_gone({name: remembered.groups(name) for name in remembered.names - names - set(kept)})
         await asyncio.to_thread(remembered.forget_gone, others if disk is not None else None, kept)
-        unclean, devices = self._identity.unclean, self._stores.devices
+        devices, made = self._stores.devices, partial(Plan, unclean=self._identity.unclean, old=old)
         plans = []
 
         def moves(name: str) -> bool:
@@ -433,38 +451,25 @@ class Catalog:
                 try:
                     options = CacheSettings.from_stored(cache.options)
                 except (TypeError, ValueError) as error:
-                    key = f"options of the stored cache {cache.name}"
-                    raise TierConfigError(key, dict(cache.options), str(error)) from error
-                plans.append(
-                    Plan(cache.name, cache.spec, slots, options, device, stored=True, unclean=unclean, old=old)
-                )
+                    raise TierConfigError(f"options of cache {cache.name}", dict(cache.options), str(error)) from error
+                plans.append(made(cache.name, cache.spec, slots, options, device, stored=True))
             for name, about in kept.items():
                 if moves(name) is not moving:
                     continue
                 device = devices.for_known(remembered.device(name))
                 wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
-                left = {tier: device.budgets.left(tier) for tier in wanted}
-                if any(wanted[tier] > left[tier] for tier in wanted):
-                    sizes = ",".join(f"{tier}:{wanted[tier]}/{left[tier]}" for tier in sorted(wanted))
-                    _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
+                lacking = [tier for tier in sorted(wanted) if wanted[tier] > device.budgets.left(tier)]
+                if lacking:
+                    self._unserved[name] = f"{told(lacking[0], 0, wanted[lacking[0]])}; its blocks in memory are lost"
                     self._announce_gone({name: len(about.spec.groups)})
                     continue
                 device.budgets.take(name, about.spec, about.slots)
-                plans.append(Plan(name, about.spec, about.slots, about.options, device, unclean=unclean, old=old))
+                plans.append(made(name, about.spec, about.slots, about.options, device))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
             await self._loading[plan.name].acquire()
             self._loaded.clear()
         return plans
-
-    def _missing(self, stored: Collection[str]) -> dict[str, str]:
-        """The caches that had disk slots and have no directory now. ``stored``: caches with sound directories."""
-        disk, remembered = self._stores.disk, self._stores.remembered
-        if disk is None:
-            return {}
-        known = [name for name in remembered.names if Tier.DISK in (remembered.get(name) or {})]
-        gone = set(known).difference(stored, self._left_out, disk.taken_away)
-        return {name: f"{disk.directory_of(name)} was missing at the start" for name in gone}
 
     async def load(self, plans: Sequence[Plan]) -> None:
         """Opens the planned caches in order, while the loop serves calls."""
@@ -549,6 +554,7 @@ class Catalog:
         if not plan.stored and not plan.restarted:
             self._stores.forgotten.begin(cache.prefix)
         self._headers[cache_id] = cache.header
+        self._unserved.pop(plan.name, None)
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache

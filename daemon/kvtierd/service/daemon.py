@@ -22,7 +22,7 @@ from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.assembly import Stores, described, open_devices, open_gpus
 from kvtierd.service.attach import AttachServer, DaemonIdentity
-from kvtierd.service.budgets import RememberedSlots, require_possible
+from kvtierd.service.budgets import CACHES, RememberedSlots, require_possible
 from kvtierd.service.cache import CacheSettings
 from kvtierd.service.call_counts import CallCounts
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from kvtierd.service.spans import Spans
 
 
-CACHES: Final = "caches"
-"""The directory below the state directory that has the budgets of caches."""
 FORGOTTEN: Final = "forgotten"
 """The directory below the state directory that tells when caches forgot their blocks."""
 

@@ -122,7 +122,8 @@ class Arena:
         """
         wanted = _memfd_bytes(layout, gpu_memory)
         if set(fds) != set(wanted):
-            raise NotAdoptable(f"segments {', '.join(sorted(fds))}, not {', '.join(sorted(wanted))}")
+            lost = " and ".join(sorted(fds.keys() - wanted.keys()))
+            raise NotAdoptable(f"no room for its {lost} tier any more" if lost else "a tier was not kept")
         adopted: dict[str, Memfd] = {}
         try:
             for segment, size in wanted.items():

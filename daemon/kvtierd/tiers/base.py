@@ -55,10 +55,10 @@ class TierError(Exception):
 
 
 class TierConfigError(TierError):
-    """The configuration, or a request, asks for something impossible."""
+    """The configuration, or a request, asks for something impossible. ``field``: "" = ``limit`` is the message."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} = {value}: {limit}")
+        super().__init__(f"{field} = {value}: {limit}" if field else limit)
         self.field = field
         self.value = value
         self.limit = limit
