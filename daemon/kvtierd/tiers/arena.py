@@ -123,7 +123,7 @@ class Arena:
         wanted = _memfd_bytes(layout, gpu_memory)
         if set(fds) != set(wanted):
             lost = " and ".join(sorted(fds.keys() - wanted.keys()))
-            raise NotAdoptable(f"no room for its {lost} tier any more" if lost else "a tier was not kept")
+            raise NotAdoptable(f"no room for its {lost} tier any more" if lost else "a part was not kept")
         adopted: dict[str, Memfd] = {}
         try:
             for segment, size in wanted.items():
