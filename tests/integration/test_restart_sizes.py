@@ -36,7 +36,9 @@ async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, endi
                 if isinstance(event, Event) and event.cache == "large":
                     assert event.cause is (Cause.LOST if end == "kill" else Cause.SHUTDOWN)
                     break
+        assert len((await client.stats()).problems) == 1
         again = await client.open_cache("large", SPEC, budgets=sizes(host=2))
+        assert not (await client.stats()).problems
         assert (await again.match(keys)).blocks == 0
     assert f"cache large is not served: no room for its {8 * SLOT_BYTES // 1024}.0 KiB of host" in daemon.log
     assert daemon.stop() == 0
