@@ -158,7 +158,7 @@ class Client(Twin[client.AsyncClient]):
 
 
 class SyncMirror(MirrorView):
-    """``with kvtier.sync.SyncMirror(client, ["llama"]) as mirror``: see :class:`kvtier.Mirror`. Lookups are
+    """A :class:`kvtier.Mirror` for threads: ``with kvtier.sync.SyncMirror(client, ["llama"]) as mirror``. Lookups are
     thread-safe."""
 
     def __init__(
