@@ -43,7 +43,7 @@ stubs: .venv/.stamp .venv-stubs/.stamp
 
 .venv-docs/.stamp: constraints-dev.txt .ci/venv.sh
 	@echo "kvtier: installing into .venv-docs"
-	@bash .ci/venv.sh .venv-docs -c constraints-dev.txt mkdocs 'mkdocstrings[python]'
+	@bash .ci/venv.sh .venv-docs -c constraints-dev.txt mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 .PHONY: docs

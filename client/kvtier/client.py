@@ -87,7 +87,7 @@ def connect(
 
 
 class AsyncClient:
-    """A client: a session with a daemon, restored automatically.
+    """An asynchronous client, with a session that is restored automatically.
 
     Broken connections are resumed. After a restart of the daemon the client attaches again and reopens and remaps its
     caches. Only leases are lost with the daemon that granted them.

@@ -127,7 +127,7 @@ class LeaseLost(LeaseError):
 
 
 class PermissionDenied(CallerError):
-    """This process may not talk to the daemon."""
+    """This client lacks a right, or may not talk to the daemon."""
 
 
 class CursorCompacted(CallerError):

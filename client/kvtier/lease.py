@@ -196,7 +196,7 @@ class Lease(Hold):
 
 
 class WriteLease(Lease):
-    """Reserved slots: fill their views, then :meth:`commit`."""
+    """Reserved slots, to be filled through their views and committed."""
 
     _starts_blank = True
 
@@ -252,7 +252,7 @@ class WriteLease(Lease):
 
 
 class ReadLease(Lease):
-    """Acquired blocks: READY in one tier, where the lease keeps them."""
+    """Acquired blocks, READY in one tier, where the lease keeps them."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class TokenRange:
 
 @dataclass(slots=True, frozen=True)
 class Retention:
-    """Retention of a sequence.
+    """Priorities of the blocks of a sequence, and how long they last.
 
     ``prompt_tokens``: length of the prompt; later tokens are generated and take the ``decode_…`` values; None = all
     tokens are the prompt's. ``first_token``: position in the sequence where the first block begins. Raises

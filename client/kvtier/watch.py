@@ -103,7 +103,7 @@ class Start:
 
 
 class Watch:
-    """``async for item in watch``. Close the watch, or use it as a context manager, to end the stream at once.
+    """A stream of events: ``async for item in watch``. Close it, or use it as a context manager, to end it at once.
 
     A cancelled ``anext`` loses nothing: the next ``anext`` resumes. :attr:`cursor` is the last id of the items taken,
     :attr:`newest` the daemon's last id as of its last batch; both are None before the first batch.

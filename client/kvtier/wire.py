@@ -69,7 +69,7 @@ class GroupSpan:
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """A stored prefix of ``blocks`` blocks, with a span for each window group that the request named.
+    """A stored prefix of ``blocks`` blocks. ``groups``: a span for each window group that the request named.
 
     ``as_of``: the last event that the answer includes. ``remote_blocks``: the length of the prefix with the blocks of
     the remote store, where the request asked for it; it may turn out shorter.
@@ -160,7 +160,7 @@ class Locations(Sequence[Location]):
 
 @dataclass(slots=True, frozen=True)
 class ReadCounts:
-    """Counts of a cache object's lookups and gets since it was opened, over all window groups.
+    """Counts of lookups and gets of a cache object since it was opened; all window groups count.
 
     ``lookups``: verbs answered from shared memory. ``hits``: blocks copied without a call; ``misses``: blocks that a
     get found absent without a call. ``reuses``: void copies of blocks, whose slot was given away meanwhile. ``calls``:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 
@@ -56,8 +57,11 @@ async def test_status(daemon, client, cache):
         held = {session["session_id"]: session["held_slots"] for session in shown["sessions"]}
         assert held[client.session_id] == 2
         text = kvtier("status", "--address", daemon.address).stdout
-        for each in (cache.name, "past events:", "device: stand-in", "healthy"):
+        for each in (cache.name, "device: stand-in", "healthy"):
             assert each in text
+        assert re.search(r"^event log: .+B, events \d+ to \d+, oldest \d+ s ago$", text, re.MULTILINE)
+        assert re.search(r"^tier +filled +of given out +slots", text, re.MULTILINE)
+        assert " \n" not in text, "cells are padded at the end of a line"
 
 
 async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):

@@ -114,7 +114,7 @@ def padded(nbytes: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class PoolSpec:
-    """The data that the layers of one KV-head configuration keep of a token, or extra data like block scales.
+    """The data of a token in layers with the same KV heads. Extra data, like block scales, has a pool, too.
 
     ``kv_factor`` 2 = keys and values, 1 = keys only (MLA). ``dtype`` "" = the cache's. 4-bit KV has a pool of uint8
     with half the head size for the data, and a pool of float8_e4m3 with a sixteenth of it for the scales.

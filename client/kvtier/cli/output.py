@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
@@ -25,7 +26,10 @@ _UNCUT: Final = 1 << 16
 def show(form: str, value: Any, text: RenderableType) -> None:
     """Prints an answer: ``value`` as JSON or YAML, or ``text``."""
     if form == "table":
-        console().print(text, soft_wrap=isinstance(text, str | Text), markup=False)
+        screen = console()
+        with screen.capture() as lines:
+            screen.print(text, soft_wrap=isinstance(text, str | Text), markup=False)
+        click.echo(re.sub(" +\n", "\n", lines.get()), nl=False)  # cells are padded to the end of the line
     else:
         click.echo(json.dumps(value, indent=2) if form == "json" else "\n".join(yaml_lines(value)))
 

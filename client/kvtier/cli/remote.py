@@ -28,7 +28,7 @@ class AgeType(click.ParamType[float]):
 
 @click.group(cls=CommandGroup)
 def remote() -> None:
-    """Maintain the remote store."""
+    """Clean up the shared store (S3, a directory, ...)."""
 
 
 @remote.command()

@@ -23,7 +23,7 @@ TCP_SCHEME: Final = "tcp://"
 
 @dataclass(slots=True, frozen=True)
 class TlsFiles:
-    """PEM files: this client's certificate chain and key, and the certificates of the daemons' authorities."""
+    """PEM files for TLS: this client's certificate chain and key, and the certificates of the daemons' authorities."""
 
     cert: Path
     key: Path

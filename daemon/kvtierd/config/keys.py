@@ -260,7 +260,7 @@ class Config(BaseSettings):
         "write each.",
     )
     remote: Annotated[RemoteConfig | None, NoDecode, BeforeValidator(_table)] = Field(
-        None, description="Store beyond this host. Its blocks enter the host tier."
+        None, description="Slower store shared by hosts (S3, GCS, a directory), used below this host's tiers."
     )
 
     allow: Annotated[tuple[AllowRule, ...], NoDecode, BeforeValidator(_listed)] = Field(
