@@ -36,7 +36,7 @@ from tests.integration.test_cli import DEADLINE_S
 from tests.tls import Authority
 
 ROOT = Path(__file__).parents[2]
-EXTRACT = ROOT / "examples/traces/conversation-extract.jsonl"
+EXAMPLES = ROOT / "examples"
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 HOW = {"runnable", "check-config", "by-hand", "engines"}
 BY_HAND = {
@@ -56,7 +56,7 @@ OWN_TESTS = {"README.md", "docs/operations.md", "docs/security.md"}
 """Pages whose runnable blocks need more than a daemon."""
 PREPARED = {
     "docs/engines.md": lambda home: tiny.save(home / "my-model"),
-    "docs/fleet.md": lambda home: shutil.copy(EXTRACT, home / "trace.jsonl"),
+    "docs/fleet.md": lambda home: shutil.copy(EXAMPLES / "traces/conversation-extract.jsonl", home / "trace.jsonl"),
 }
 SAID = {
     "docs/engines.md": ["0 tokens loaded, 32 stored\n32 tokens loaded, 48 stored\n", "generated tokens are equal"],
@@ -103,8 +103,9 @@ def of(how, language):
 def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
     typed = [block for block in BLOCKS if block.language in ("sh", "python", "toml")]
     assert [block for block in typed if block.how not in HOW] == []
-    by_hand = [start for block in of("by-hand", "sh") for start in BY_HAND if block.text.startswith(start)]
-    assert sorted(by_hand) == sorted(BY_HAND) and len(of("by-hand", "sh")) == len(BY_HAND)
+    by_hand = [block.text for block in BLOCKS if block.how == "by-hand"]
+    assert len(by_hand) == len(BY_HAND)
+    assert all(len([text for text in by_hand if text.startswith(start)]) == 1 for start in BY_HAND)
     assert [named for named in BY_HAND.values() if not (ROOT / "tests" / named.partition("; ")[2]).exists()] == []
 
 
@@ -133,6 +134,12 @@ def test_figures_of_a_page_are_those_of_the_benchmarks(page):
         sections = " ".join(_section(each.replace("-", " ")) for each in anchor)
         quoted = re.findall(r"\d[\d,.]*\d|\d", re.sub(r"\(docs.+?\)", "", paragraph))
         assert quoted and not [figure for figure in quoted if figure not in re.findall(r"\d[\d,.]*\d|\d", sections)]
+
+
+def test_the_demo_reckons_with_figures_of_the_benchmarks():
+    measured = runpy.run_path(str(ROOT / "examples/demo.py"))["MEASURED"]
+    for row, figure in zip((r"\|", r"\| computed", r"\| kvtier"), measured, strict=True):
+        assert re.search(rf"^{row} \|.* {figure:,} \|$", _section("engines"), re.MULTILINE)
 
 
 def _section(title):
@@ -217,7 +224,7 @@ def test_a_page_from_its_first_block_to_its_last(page, start_fresh, tmp_path):
     sizes = [word for tier in ("host", "disk") for word in (f"--{tier}-bytes", "64MiB")]
     daemon = start_fresh(*sizes, *(("--remote", remote) if page == "docs/remote.md" else ()))
     PREPARED.get(page, lambda _: None)(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "examples").symlink_to(EXAMPLES)
     said = run_page(page, commands_in(tmp_path, daemon.address), tmp_path)
     assert [each for each in SAID.get(page, []) if each not in said] == [], said
 
@@ -279,8 +286,8 @@ def spoken(words):
     command: click.Command = {"kvtier": main, "kvtierd": daemon_main}[Path(words[0]).name]
     options = {"--help", *(option for parameter in command.params for option in parameter.opts)}
     for word in words[1:]:
-        if word.isupper():  # stands for a name
-            return
+        if word.isupper():
+            continue  # stands for a name
         if word.startswith("-"):
             if word.partition("=")[0] not in options:
                 yield word
@@ -301,19 +308,21 @@ def verbs(command):
             yield from verbs(command.get_command(context, name))
 
 
-SPEAKERS = ("CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py")))
-TEXTS = {name: (ROOT / name).read_text() for name in (*PAGES, "examples/traces/README.md", *SPEAKERS)}
+ASIDE = ("CONTRIBUTING.md", "examples/traces/README.md", *(f"examples/{path.name}" for path in EXAMPLES.glob("*.py")))
 CODE = [
     *((block.page, part) for block in BLOCKS if block.language == "sh" for part in block.parts),
     *(
         (name, " ".join(code.split()))
-        for name, text in TEXTS.items()
-        for _, code in re.findall(r"(?<!`)(``?)(?!`)(.+?)(?<!`)\1(?!`)", _FENCE.sub("", text), re.DOTALL)
+        for name in (*PAGES, *ASIDE)
+        for _, code in re.findall(
+            r"(?<!`)(``?)(?!`)(.+?)(?<!`)\1(?!`)", _FENCE.sub("", (ROOT / name).read_text()), re.S
+        )
     ),
     *(("Makefile", line) for line in (ROOT / "Makefile").read_text().splitlines() if "@echo" in line),
 ]
 """Commands of blocks and all code in sentences, by file."""
-TRACKED = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+TRACKED = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split()
+TESTS = "".join((ROOT / name).read_text() for name in TRACKED if re.match(r"tests/.+\.py$", name))
 SOURCES = [ROOT / name for name in TRACKED if not name.startswith(("docs/", "tests/")) and not name.endswith(".md")]
 WORDS = {word for file in SOURCES for word in re.findall(rb"\w+", file.read_bytes().lower())}
 OPTIONS = {
@@ -342,7 +351,7 @@ def tracked(name):
 @pytest.mark.parametrize(
     ("pattern", "there"),
     [
-        (r"(?:^|\|\| )((?:/opt/kvtier/bin/)?kvtierd?(?: .+|$))", lambda line: not list(spoken(line.split()))),
+        (r"^((?:/opt/kvtier/bin/)?kvtierd?(?: .+|$))", lambda line: not list(spoken(line.split()))),
         (r"^(--[\w-]+)", OPTIONS.__contains__),
         (r"\bmake ([a-z][\w-]+)", TARGETS.__contains__),
         (r"^(?!https?:|/)([\w./-]+\.(?:py|proto|ya?ml|json|toml|md)|\w+/test_\w+)\b(?!\.)", tracked),
@@ -362,13 +371,10 @@ def test_what_a_page_names_is_there(pattern, there):
     assert sorted((name, file) for name, file in named if name not in OF_OTHERS and not there(name)) == []
 
 
-TESTS = "".join((ROOT / name).read_text() for name in TRACKED if re.match(r"tests/.+\.py$", name))
-
-
 def test_no_page_asks_for_more_than_a_daemon_of_another_page_has():
     sizes: dict[tuple[bool, str], list[int]] = {}
     for block in BLOCKS:
-        for line in block.text.splitlines():
+        for line in block.text.replace("\\\n", "").splitlines():
             for tier, size in re.findall(r"(host|disk)[-_]bytes\W+(\d+\w*)", line):
                 has = block.language == "toml" or line.startswith(("kvtierd", "podman"))
                 sizes.setdefault((has, tier), []).append(parsed_size(size) or int(size))
