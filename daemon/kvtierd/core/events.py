@@ -40,27 +40,17 @@ class BlockChange(NamedTuple):
     parent_label: Label | None = None
 
 
+@dataclass(slots=True, eq=False)
 class BlockChanges:
     """The blocks of an event in columns, one place a block; most readers work on columns. Iteration yields
     :class:`BlockChange` rows."""
 
-    __slots__ = ("keys", "labels", "parent_labels", "parents", "priorities", "residencies")
-
-    def __init__(
-        self,
-        keys: list[Key],
-        parents: list[Key | None],
-        residencies: list[int],
-        priorities: list[int],
-        labels: list[Label | None],
-        parent_labels: list[Label | None],
-    ) -> None:
-        self.keys = keys
-        self.parents = parents
-        self.residencies = residencies
-        self.priorities = priorities
-        self.labels = labels
-        self.parent_labels = parent_labels
+    keys: list[Key]
+    parents: list[Key | None]
+    residencies: list[int]
+    priorities: list[int]
+    labels: list[Label | None]
+    parent_labels: list[Label | None]
 
     @classmethod
     def of(cls, rows: Iterable[BlockChange]) -> Self:
@@ -113,8 +103,6 @@ NO_END: Final = 1 << 64
 
 class EventSequencer:
     """Assigns event ids, contiguous in an epoch. All caches of a daemon share one sequencer."""
-
-    __slots__ = ("_last", "_sure")
 
     def __init__(self, last: int = 0) -> None:
         self._last = last

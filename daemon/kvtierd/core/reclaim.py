@@ -347,8 +347,6 @@ WINDOW_BITS: Final = 27
 class Demand:
     """Slots of a tier taken in a window of time: the recent maximum, which fades by an eighth a window."""
 
-    __slots__ = ("_before", "_most", "_window")
-
     def __init__(self) -> None:
         self._window = 0
         self._before = 0

@@ -130,8 +130,6 @@ class Mailbox(Generic[T]):
     drain that is due, or schedules the next drain. Two drains for one burst are possible and harmless.
     """
 
-    __slots__ = ("_closed", "_drain", "_due", "_loop", "_values")
-
     def __init__(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
         self._loop = loop
         self._drain = drain

@@ -206,8 +206,6 @@ class Guarded:
 class _Circuit:
     """A circuit. ``problem``: why it is open; None = closed. ``trying``: a call that was let through is running."""
 
-    __slots__ = ("_backoff_s", "_chance", "_clock", "_failures", "_retry_at", "_waited_s", "problem", "trying")
-
     def __init__(self, clock: Callable[[], float], chance: Callable[[], float]) -> None:
         self._clock = clock
         self._chance = chance
