@@ -7,9 +7,9 @@ change, so that applying an event twice changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
 from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
@@ -18,7 +18,6 @@ from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 STORED: Final = EventType.STORED
 REMOVED: Final = EventType.REMOVED
 UPDATED: Final = EventType.UPDATED
-
 
 COMMIT: Final = Cause.COMMIT
 WRITE_THROUGH: Final = Cause.WRITE_THROUGH
@@ -52,18 +51,6 @@ class BlockChanges:
     labels: list[Label | None]
     parent_labels: list[Label | None]
 
-    @classmethod
-    def of(cls, rows: Iterable[BlockChange]) -> Self:
-        changes = cls([], [], [], [], [], [])
-        for key, parent, residency, priority, label, parent_label in rows:
-            changes.keys.append(key)
-            changes.parents.append(parent)
-            changes.residencies.append(residency)
-            changes.priorities.append(priority)
-            changes.labels.append(label)
-            changes.parent_labels.append(parent_label)
-        return changes
-
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -72,7 +59,7 @@ class BlockChanges:
         return map(BlockChange, *columns)
 
 
-NO_CHANGES: Final = BlockChanges.of(())
+NO_CHANGES: Final = BlockChanges([], [], [], [], [], [])
 
 
 @dataclass(slots=True, frozen=True)

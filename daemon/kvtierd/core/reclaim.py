@@ -27,7 +27,6 @@ _SOURCES: Final = {
 }
 """The preferred source tier by residency."""
 
-
 MOST_MISSING: Final = 16
 """Limit of ancestors copied to disk for one block, in multiples of ``Policy.blocks_a_call``."""
 

@@ -117,7 +117,6 @@ class Edges:
         lanes: Sequence[Lane] = LANES,
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
         self._mailbox: Mailbox[CopyReport] = Mailbox(loop, self._drain)

@@ -19,7 +19,6 @@ Edge = tuple[Tier, Tier | None]
 """Source and destination. A destination of None retires disk slots: their records are deleted, and nothing is
 copied."""
 
-
 Concerns = Set[tuple[GroupId, SlotId | Key]]
 
 

@@ -96,7 +96,6 @@ class ForeignDirectory(TierError):
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path}: {message}")
-        self.path = path
 
 
 class DamagedDirectory(TierError):
@@ -104,7 +103,6 @@ class DamagedDirectory(TierError):
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
-        self.path = path
         self.why = why
 
 
@@ -113,5 +111,4 @@ class LockedDirectory(TierError):
 
     def __init__(self, path: Path, pid: int) -> None:
         super().__init__(f"{path}: in use by process {pid or 'unknown'}")
-        self.path = path
         self.pid = pid

@@ -28,7 +28,6 @@ LAST_BACKOFF_S: Final = 30.0
 _ASKED: Final = 8
 """Objects of failed gets to remember: each probe asks for another of them."""
 
-
 _log = logging.getLogger(__name__)
 
 
