@@ -227,8 +227,6 @@ def _blocks(report: CopyReport) -> int:
 
 def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[CopyPiece]:
     """Cuts a move into pieces of at most ``blocks`` items, in order."""
-    if not move.items:
-        raise ValueError(f"move {move.id} has no items")
     now_ns = time.monotonic_ns()
     for first in range(0, len(move.items), blocks):
         yield CopyPiece(runtime, move, first, move.items[first : first + blocks], now_ns)

@@ -51,6 +51,13 @@ def destination(item: MoveItem) -> SlotId:
     return item.dst
 
 
+def target(move: Move) -> Tier:
+    """The tier a copy goes to. Raises ValueError for a move that retires disk slots."""
+    if move.dst is None:
+        raise ValueError(f"move {move.id} copies nothing")
+    return move.dst
+
+
 def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[CopyReport]:
     """Splits a batch's faults and times among its pieces. Leaves out unaccounted pieces. Reports of copies come first,
     because callers may wait for copies."""
@@ -106,15 +113,12 @@ def copy(batch: Batch) -> Faults:
     """Copies every item's bytes from the source tier's slot to the destination's. Each run and pool is one
     ``np.copyto``, which releases the GIL. Many small copies beside a busy thread would be much slower."""
     runtime = batch[0].runtime
-    edge = batch[0].move
-    if edge.dst is None:
-        raise ValueError("a copy stream cannot retire slots")
-    source, target = runtime.memory(edge.src), runtime.memory(edge.dst)
+    sources, targets = runtime.memory(batch[0].move.src), runtime.memory(target(batch[0].move))
     for run in runs((move.group, item.src, destination(item)) for move, item in items_of(batch)):
         for pool in range(runtime.pools(run.group)):
             np.copyto(
-                target.pool_array(run.group, pool)[run.dst : run.dst + run.count],
-                source.pool_array(run.group, pool)[run.src : run.src + run.count],
+                targets.pool_array(run.group, pool)[run.dst : run.dst + run.count],
+                sources.pool_array(run.group, pool)[run.src : run.src + run.count],
             )
     return Faults()
 
