@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 class DurableSequencer(EventSequencer):
     """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
 
-    __slots__ = ("_state",)
-
     def __init__(self, state: StateDir) -> None:
         super().__init__(state.identity.last)
         self._state = state

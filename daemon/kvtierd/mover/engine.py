@@ -107,10 +107,6 @@ class Engine:
         self._executor.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
 
-    def caches(self) -> tuple[CacheId, ...]:
-        """The open caches, in the order in which they were added."""
-        return tuple(self._executor.caches)
-
     def runtime(self, cache_id: CacheId) -> CacheRuntime:
         return self._find(cache_id).runtime
 

@@ -213,8 +213,6 @@ class Waiting:
 class Tickets:
     """The unanswered tickets of one cache."""
 
-    __slots__ = ("_loop", "_waiting")
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: dict[TicketId, Waiting] = {}

@@ -30,7 +30,6 @@ from kvtierd.tiers.remote.base import RemoteError, RemoteRefused
 
 STATUS_KEY: Final = "grpc-status-details-bin"
 
-
 MAX_SHOWN: Final = 80
 MAX_HOLDERS: Final = 16
 """Holders named in a refusal, most slots first: trailing metadata has room for about 8 KiB."""

@@ -155,11 +155,6 @@ class Arena:
             named[attach.CUDA] = self.gpu_memory.fd
         return named
 
-    @property
-    def control(self) -> Bytes:
-        """The whole control segment, writable."""
-        return self._control.array
-
     def data(self, tier: Tier) -> Bytes:
         """A tier's whole data segment, writable. Raises KeyError for a tier on a GPU."""
         return self._data[tier].array
