@@ -189,7 +189,6 @@ Request = TypeVar("Request")
 Asking = TypeVar("Asking", bound=OfCache)
 Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest, blocks_pb2.JoinRequest)
 Response = TypeVar("Response")
-Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -423,11 +422,8 @@ class Binder:
         )
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
-                return await self._release(binding, request, deadline)
+                return await self.session.call(_releasing(binding, request), deadline)
         self.later(asyncio.ensure_future(self._until_answered(binding, request)))
-
-    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        await self.session.call(_releasing(binding, request), deadline)
 
     def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
         """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
