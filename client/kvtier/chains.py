@@ -233,7 +233,7 @@ class ChainPart:
         prompt's, else the block is a root. ``kept``: of all keys. Raises :class:`kvtier.errors.InvalidArgument`."""
         before = len(chain) - len(blocks)
         if before:
-            chain, parent, kept = chain[before:], chain[before - 1], kept.after(before)
+            chain, parent, kept = chain[before:], chain[before - 1], kept.only(range(before, len(chain)))
         if parent is None and prompt is not None and chain:
             parent = prompt.parent_of(chain[0])
         first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))

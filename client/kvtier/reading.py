@@ -373,7 +373,7 @@ class Read:
         slots, generations = slots[places], generations[places]
         arena = self._mapping.arena
         try:
-            arena.read(tier, self.group, slots, rows)
+            arena.memory(tier).read(self.group, slots, rows)
         except IndexError:  # the index is damaged: it names a slot that does not exist
             return np.arange(len(rows))
         # Read after all bytes have arrived: the index's generation is even, and ends before the slot's first byte

@@ -99,10 +99,6 @@ class BlockRetention:
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
 
-    def after(self, blocks: int) -> BlockRetention:
-        """The retention without the first ``blocks`` blocks."""
-        return BlockRetention(self.priorities[blocks:], self.durations_ms[blocks:])
-
     def only(self, blocks: Sequence[int]) -> BlockRetention:
         """The retention of these blocks. Missing priorities or durations stay missing."""
         return BlockRetention(
