@@ -25,7 +25,7 @@ from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
 from kvtier.asked import Asked
-from kvtier.buffers import Reach, Rows, Slots
+from kvtier.buffers import Reach, Rows
 from kvtier.deadline import Deadline
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
@@ -108,9 +108,6 @@ class MappedArena:
         # A daemon thread, not an executor's: it does not delay the end of the process.
         Thread(target=_touched, args=[self._segments], name="kvtier-touch", daemon=True).start()
 
-    def slots(self, tier: Tier, group: int) -> int:
-        return self.layout.groups[group].slots[tier]
-
     @property
     def memories(self) -> Collection[Memory]:
         return self._memories.values()
@@ -144,11 +141,6 @@ class MappedArena:
         """Copies blocks into slots and returns when the copy has ended. Pages of :class:`kvtier.Planes` that have only
         a part of a block write only that part."""
         self.memory(tier).write(group, slots, blocks)
-
-    def read(self, tier: Tier, group: int, slots: Slots, blocks: Rows) -> None:
-        """Copies slots into blocks and returns when the copy has ended. Raises :class:`IndexError` for a slot that does
-        not exist."""
-        self.memory(tier).read(group, slots, blocks)
 
     def generations(self, tier: Tier, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         now: NDArray[np.uint64] = self._generations[tier, group][slots]
@@ -189,7 +181,6 @@ Request = TypeVar("Request")
 Asking = TypeVar("Asking", bound=OfCache)
 Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest, blocks_pb2.JoinRequest)
 Response = TypeVar("Response")
-Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -423,11 +414,8 @@ class Binder:
         )
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
-                return await self._release(binding, request, deadline)
+                return await self.session.call(_releasing(binding, request), deadline)
         self.later(asyncio.ensure_future(self._until_answered(binding, request)))
-
-    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        await self.session.call(_releasing(binding, request), deadline)
 
     def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
         """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""

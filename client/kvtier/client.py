@@ -16,7 +16,7 @@ from grpc.aio import UnaryUnaryMultiCallable
 from kvtier import wire
 from kvtier.abi import attach as protocol
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Request, Response, send
 from kvtier.cache import Cache
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
@@ -155,7 +155,7 @@ class AsyncClient:
         try:
             if spec is not None:
                 spec.validate()
-        except FieldError as error:
+        except InvalidArgument as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None
         cache = Cache(
             self._session,

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from grpc.aio import InternalError, StreamUnaryCall
@@ -33,19 +33,8 @@ MAX_PART: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""
 
 
-class Way(Protocol):
-    """The way that the bytes of a piece take."""
-
-    def max_blocks(self, cache: Owner) -> int:
-        """Most blocks of a piece."""
-
-    async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-        """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
-
-    async def get(
-        self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
-    ) -> dict[int, PrefixRows]:
-        """Copies out a stored prefix of packed keys, by group. Raises :class:`TooShort` if no block is stored."""
+Way: TypeAlias = "MappedCopies | StreamedCopies"
+"""The way that the bytes of a piece take."""
 
 
 class MappedCopies:
@@ -55,9 +44,11 @@ class MappedCopies:
         self._book: Final = book
 
     def max_blocks(self, cache: Owner) -> int:
+        """Most blocks of a piece."""
         return MAX_PART
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+        """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
         lease = await self._book.reserve(cache, tier, len(part.chain), timeout)
         try:
             memory = lease.arena.memory(tier)
@@ -70,6 +61,7 @@ class MappedCopies:
     async def get(
         self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
     ) -> dict[int, PrefixRows]:
+        """Copies out a stored prefix of packed keys, by group. Raises :class:`TooShort` if no block is stored."""
         (leases,) = await self._book.acquire(caches, [keys], tier, 1, None, timeout, for_read=True)
         if leases[0].error is not None:
             raise leases[0].error
@@ -249,9 +241,7 @@ class StreamedCopies:
 async def _gathered(blocks: Rows) -> Sequence[Bytes]:
     if not isinstance(blocks, Pages):
         return of_cpu(blocks)
-    rows: list[Bytes] = []
-    await buffers.run_copy(lambda: rows.extend(blocks.gathered()), len(blocks) * blocks.planes.block_bytes)
-    return rows
+    return [*await buffers.run_copy(blocks.gathered, len(blocks) * blocks.planes.block_bytes)]
 
 
 async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequence[Bytes]) -> transfer_pb2.PutResponse:
@@ -312,13 +302,10 @@ async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[
 
 
 async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:
-    pieces: list[bytes] = []
+    def copy() -> bytes:
+        return b"".join(blocks[span.block][span.start : span.stop].data for span in spans)
 
-    def copy() -> None:
-        pieces.append(b"".join(blocks[span.block][span.start : span.stop].data for span in spans))
-
-    await buffers.run_copy(copy, sum(span.stop - span.start for span in spans))
-    return pieces[0]
+    return await buffers.run_copy(copy, sum(span.stop - span.start for span in spans))
 
 
 async def _paste(rows: Sequence[Bytes], spans: Sequence[Span], data: bytes) -> None:

@@ -17,7 +17,9 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc.aio import AioRpcError
 
-from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414  re-exported
+from kvtier.abi.spec import CallerError as CallerError  # noqa: PLC0414  re-exported
+from kvtier.abi.spec import InvalidArgument as InvalidArgument  # noqa: PLC0414
+from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2, common_pb2
 
@@ -68,23 +70,6 @@ class StaleRead(RetryableError):
 
 class DamagedTransfer(RetryableError):
     """Bytes were damaged on the way. A put stored none of them; the targets of a get do not hold the blocks."""
-
-
-class CallerError(KvtierError):
-    """The call is wrong; repeating it does not help."""
-
-
-class InvalidArgument(CallerError):
-    """A value outside its limit. The message and the attributes name field, value and limit."""
-
-    def __init__(self, field: str, value: object, limit: str, *, reason: str = "BAD_ARGUMENT") -> None:
-        shown = value if isinstance(value, str) else repr(value)
-        if len(shown) > 80:
-            shown = f"{shown[:77]}..."
-        super().__init__(f"{field} = {shown}: must be {limit}", reason=reason)
-        self.field = field
-        self.value = shown
-        self.limit = limit
 
 
 def require_within(field: str, value: float, low: float, high: float, limit: str = "") -> None:

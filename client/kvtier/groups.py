@@ -321,11 +321,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         pairs = [(key, row) for key, row in zip(split_keys(packed), rows, strict=False) if row is not None]
         copied: PrefixRows = [row for _, row in pairs]
         keys = b"".join(key for key, _ in pairs)
-        return (
-            len(rows)
-            - len(pairs)
-            + await verified(self._binder, group, keys, buffers.of_cpu(copied), self._deadline(timeout))
-        )
+        known = await verified(self._binder, group, keys, buffers.of_cpu(copied), self._deadline(timeout))
+        return len(rows) - len(pairs) + known
 
     def reach(self, tier: Tier | None) -> Reach | None:
         """Returns the reach of a tier's mapped slots, or of all tiers for None: the GPUs that may hold blocks copied to

@@ -9,9 +9,9 @@ when stored, and stays as it is when found.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.errors import InvalidArgument, require_within
@@ -99,10 +99,6 @@ class BlockRetention:
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
 
-    def after(self, blocks: int) -> BlockRetention:
-        """The retention without the first ``blocks`` blocks."""
-        return BlockRetention(self.priorities[blocks:], self.durations_ms[blocks:])
-
     def only(self, blocks: Sequence[int]) -> BlockRetention:
         """The retention of these blocks. Missing priorities or durations stay missing."""
         return BlockRetention(
@@ -127,13 +123,7 @@ def block_retention(
 
 def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
     """Priorities, one byte per block, from one for all or one per block; empty for None."""
-    if priorities is None:
-        return b""
-    if not isinstance(priorities, Iterable):
-        return bytes([check_priority("priorities", priorities)]) * count
-    listed = list(priorities)
-    _require_one_each("priorities", len(listed), count)
-    return bytes(check_priority(f"priorities[{index}]", value) for index, value in enumerate(listed))
+    return bytes(_each("priorities", count, priorities, check_priority))
 
 
 def check_priority(field: str, value: int) -> int:
@@ -152,18 +142,18 @@ def duration_ms(field: str, seconds: float | None) -> int:
 
 def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | None) -> tuple[int, ...]:
     """Durations in milliseconds, from one for all or one per block; empty for None."""
-    if durations_s is None:
-        return ()
-    if not isinstance(durations_s, Iterable):
-        return (duration_ms("durations_s", durations_s),) * count
-    durations = tuple(duration_ms(f"durations_s[{index}]", value) for index, value in enumerate(durations_s))
-    _require_one_each("durations_s", len(durations), count)
-    return durations
+    return tuple(_each("durations_s", count, durations_s, duration_ms))
 
 
-def _require_one_each(field: str, given: int, count: int) -> None:
-    if given != count:
-        raise InvalidArgument(field, f"{given} values", f"{count} values, one a block, or one for all")
+def _each(field: str, count: int, given: object, checked: Callable[[str, Any], int]) -> list[int]:
+    if given is None:
+        return []
+    if not isinstance(given, Iterable):
+        return [checked(field, given)] * count
+    values = [checked(f"{field}[{index}]", value) for index, value in enumerate(given)]
+    if len(values) != count:
+        raise InvalidArgument(field, f"{len(values)} values", f"{count} values, one a block, or one for all")
+    return values
 
 
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:

@@ -36,7 +36,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.spec import FieldError, require_int
+from kvtier.abi.spec import InvalidArgument, require_int
 
 KEY_BYTES: Final = 32
 KEY_DTYPE: Final = np.dtype(f"V{KEY_BYTES}")
@@ -53,7 +53,7 @@ _EXTENSION: Final = b"kvtier.block"
 _PARTIAL: Final = b"kvtier.partial"
 
 
-class KeyChainError(FieldError):
+class KeyChainError(InvalidArgument, ValueError):
     """Invalid tokens or an invalid scope: ``field``, ``value``, ``limit``."""
 
 

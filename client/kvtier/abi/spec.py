@@ -79,28 +79,32 @@ class KvtierError(Exception):
         self.reason = reason
 
 
-class FieldError(KvtierError, ValueError):
-    """A field holds a value outside its limit. The message shows at most 80 characters of the value."""
+class CallerError(KvtierError):
+    """The call is wrong; repeating it does not help."""
 
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
+
+class InvalidArgument(CallerError):
+    """A value outside its limit. The message and the attributes name field, value and limit."""
+
+    def __init__(self, field: str, value: object, limit: str, *, reason: str = "BAD_ARGUMENT") -> None:
+        shown = value if isinstance(value, str) else repr(value)
         if len(shown) > 80:
             shown = f"{shown[:77]}..."
-        super().__init__(f"{field} = {shown}: must be {limit}", reason="BAD_ARGUMENT")
+        super().__init__(f"{field} = {shown}: must be {limit}", reason=reason)
         self.field = field
-        self.value = value
+        self.value = shown
         self.limit = limit
 
 
-class AbiError(FieldError):
+class AbiError(InvalidArgument, ValueError):
     """A control segment is damaged or of another version, or a slot does not exist."""
 
 
-class SpecError(FieldError):
+class SpecError(InvalidArgument, ValueError):
     """A specification breaks a limit."""
 
 
-def require_int(field: str, value: object, low: int, high: int, error: type[FieldError]) -> int:
+def require_int(field: str, value: object, low: int, high: int, error: type[InvalidArgument]) -> int:
     """Returns ``value`` if it is an integer in [low, high], else raises ``error``. A bool is no integer here."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise error(field, value, f"an integer from {low} to {high}")

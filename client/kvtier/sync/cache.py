@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,11 @@ from kvtier.deadline import require_timeout
 from kvtier.errors import KvtierError
 from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.gpu import Fence, Stream
-from kvtier.memory.tiers import Memory, View
+from kvtier.memory.tiers import Memory
 from kvtier.sync.loop import LoopThread, LoopWork
 from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.verbs import PrefixVerbs
 from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
-
-if TYPE_CHECKING:
-    import torch
 
 Inner = TypeVar("Inner")
 L = TypeVar("L", bound=lease.Lease)
@@ -142,14 +139,8 @@ class SyncLease(SyncHold[L]):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def view(self, index: int) -> list[View]:
-        """See :meth:`kvtier.lease.Lease.view`."""
-        return self.inner.view(index)
-
-    def tensors(self, index: int) -> list[torch.Tensor]:
-        """See :meth:`kvtier.lease.Lease.tensors`."""
-        return self.inner.tensors(index)
-
+    view = answers(lease.Lease.view)
+    tensors = answers(lease.Lease.tensors)
     require_live = answers(lease.Lease.require_live)
 
     @like(lease.Lease.give_back)
