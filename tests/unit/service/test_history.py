@@ -25,16 +25,8 @@ PATIENCE_S = 10.0
 
 
 def event(number: int, time_ns: int = 0, cache: int = 1, label: Label | None = None) -> BlockEvent:
-    key = Key(number.to_bytes(32, "big"))
-    return BlockEvent(
-        EventId(number),
-        EventType.STORED,
-        Cause.COMMIT,
-        CacheId(cache),
-        GroupId(0),
-        time_ns,
-        BlockChanges([key], [None], [Tier.HOST.bit], [35], [label], [None]),
-    )
+    blocks = BlockChanges([Key(number.to_bytes(32, "big"))], [None], [Tier.HOST.bit], [35], [label], [None])
+    return BlockEvent(EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, blocks)
 
 
 class Forgetful(EventLog):

@@ -30,15 +30,7 @@ def watcher(ring: EventHub, wanted: EventFilter = ALL, cursor: int = 0, heartbea
 
 
 def stored(number: int, cache: int = 1) -> BlockEvent:
-    return BlockEvent(
-        EventId(number),
-        EventType.STORED,
-        Cause.COMMIT,
-        CacheId(cache),
-        GroupId(0),
-        0,
-        BLOCKS,
-    )
+    return BlockEvent(EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), 0, BLOCKS)
 
 
 async def batches(follow: AsyncIterator[bytes], until: int) -> list[events_pb2.WatchBatch]:
