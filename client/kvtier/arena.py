@@ -118,9 +118,8 @@ class MappedArena:
         memory = self._memories.get(tier)
         if memory is None:
             why = self.unmapped.get(tier, f"the cache has no {tier} tier")
-            raise errors.CallerError(
-                f"slots of the {tier} tier are not mapped in this process: {why}", reason="CANNOT_MAP"
-            )
+            message = f"slots of the {tier} tier are not mapped in this process: {why}"
+            raise errors.CallerError(message, reason="CANNOT_MAP")
         return memory
 
     def reach(self, tier: Tier | None) -> Reach | None:

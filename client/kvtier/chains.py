@@ -293,7 +293,7 @@ class Chains:
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
         for _ in range(_TRIES):
-            as_of = self._as_of()
+            as_of = Cursor(*self._index.shown())
             found = self._spans_of(keys, groups)
             if found is None:
                 return None
@@ -319,10 +319,6 @@ class Chains:
         return Locations(
             found.residency, found.device_slots, found.device_generations, found.host_slots, found.host_generations
         )
-
-    def _as_of(self) -> Cursor:
-        shown = self._index.shown()
-        return Cursor(shown.epoch, shown.event)
 
     def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Window]] | None:
         bound: int | None = len(keys) // KEY_BYTES

@@ -419,10 +419,8 @@ def failing(doing: str) -> Iterator[None]:
     try:
         yield
     except CudaLost as error:
-        what = "this process can use its GPU no more: end it, and the daemon has its slots back"
-        raise DeviceError(
-            f"{doing}: {error}; {what}", call=error.call, code=error.code, reason="DEVICE_LOST"
-        ) from error
+        message = f"{doing}: {error}; this process can use its GPU no more: end it, and the daemon has its slots back"
+        raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_LOST") from error
     except CudaError as error:
         message = f"{doing}: {error}"
         raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_FAILED") from error
