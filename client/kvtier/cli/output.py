@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 import click
 from rich.console import Console, RenderableType
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -60,6 +61,11 @@ def plain(value: Any) -> dict[str, Any]:
 def console() -> Console:
     """Returns a console on standard output. Lines are cut on a terminal only."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+
+
+def progress_bar() -> Progress:
+    """Returns a bar on standard error, to be used in a ``with`` block. Nothing is shown where that is no terminal."""
+    return Progress(console=Console(stderr=True), transient=True)
 
 
 def table(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import DaemonAt, address_option, run
 from kvtier.cli.options import command, output_option, requests_option, trace_argument
-from kvtier.cli.output import show
+from kvtier.cli.output import progress_bar, show
 from kvtier.replay.runner import ReplayReport
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
@@ -50,7 +48,7 @@ async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, b
     requests = await read(trace, limit)
     async with await daemon.connect() as client:
         cache = await client.open_cache(name, spec)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with progress_bar() as bar:
             shown = bar.add_task("replay", total=len(requests))
             return await run_replay(client, cache, requests, progress=lambda done: bar.update(shown, completed=done))
 
