@@ -113,7 +113,7 @@ def scale(rounds: int, form: str) -> None:
 @_ROUNDS
 @output_option()
 def gpu(device: str, rounds: int, form: str) -> None:
-    """Move blocks between a GPU and host memory. Needs CUDA's bindings (kvtier[cuda])."""
+    """Move blocks between a GPU and host memory. Needs CUDA's bindings (the extra `cuda`)."""
     tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
 
 
