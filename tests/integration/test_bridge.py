@@ -283,7 +283,7 @@ def test_without_the_extra_it_says_what_to_install():
     done = ended([sys.executable, "-c", code, "bridge", "--cache", NAME])
     assert (done.returncode, done.stderr) == (
         1,
-        "Error: zmq is not installed: pip install '.[zmq]' in a clone of kvtier\n",
+        "Error: zmq is missing: pip install '.[zmq]' in a clone of kvtier\n",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from functools import partial
 from pathlib import Path
 
 import click
@@ -59,8 +58,8 @@ async def _replay(
         cache = await client.open_cache(name, spec)
         try:
             with progress_bar() as bar:
-                update = partial(bar.update, bar.add_task("replay", total=len(requests)))
-                return await run_replay(client, cache, requests, progress=lambda done: update(completed=done))
+                row = bar.add_task("replay", total=len(requests))
+                return await run_replay(client, cache, requests, progress=lambda done: bar.update(row, completed=done))
         finally:
             if removed:
                 await client.remove_cache(name, force=True)

@@ -4,11 +4,12 @@ A second process waits until the caller has ended, or has closed its end of stan
 and removes the directory.
 """
 
-from __future__ import annotations
-
 import os
 import select
+import shutil
+import signal
 import sys
+from contextlib import suppress
 
 
 def main(directory: str, *command: str) -> None:
@@ -19,11 +20,6 @@ def main(directory: str, *command: str) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # their readers wait for the end of the program alone
         os.dup2(nowhere, stream)
-
-    import shutil  # after the fork: the program starts the sooner
-    import signal
-    from contextlib import suppress
-
     select.select([0, caller], [], [])
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(program, signal.SIGKILL)

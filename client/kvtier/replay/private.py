@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,8 @@ class TierSlots:
 class PrivateDaemon:
     """Runs ``kvtierd`` in a child process: ``async with PrivateDaemon(sizes) as daemon: connect(daemon.address)``.
 
-    The daemon's files are in a temporary directory. At the end of the block or of this process, even by SIGKILL, the
-    daemon ends and the directory is removed. Inside the block the daemon can be stopped and started again on the same
-    files.
+    The daemon's files are in a temporary directory. With the block, or with this process even by SIGKILL, the daemon
+    ends and its files go. Inside the block the daemon can be stopped and started again on the same files.
     """
 
     def __init__(self, sizes: Mapping[Tier, int], *, device: str = "stand-in") -> None:
@@ -89,12 +89,7 @@ class PrivateDaemon:
         environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
         with log.open("ab") as stderr:
             self._process = process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=self._block[0],
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stderr,
-                env=environment,
-                start_new_session=True,
+                *command, stdin=self._block[0], stdout=PIPE, stderr=stderr, env=environment, start_new_session=True
             )
         assert process.stdout is not None
         try:
