@@ -142,7 +142,8 @@ async def test_an_interrupted_replay_removes_its_cache(tmp_path, daemon, client)
     with subprocess.Popen([*KVTIER, "replay", str(trace), *at], stderr=subprocess.PIPE) as replaying:  # noqa: ASYNC220
         (own,) = await eventually(names, bool)
         replaying.send_signal(signal.SIGINT)
-    assert replaying.returncode == 130
+        said = replaying.stderr.read()
+    assert (replaying.returncode, said) == (130, b"")
     assert own.startswith("replay-")
     assert {info.name for info in await client.caches()} == before
 

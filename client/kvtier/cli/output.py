@@ -65,7 +65,8 @@ def console() -> Console:
 
 def progress_bar() -> Progress:
     """Returns a bar on standard error, to be used in a ``with`` block. Nothing is shown where that is no terminal."""
-    return Progress(console=Console(stderr=True), transient=True)
+    errors = Console(stderr=True)
+    return Progress(console=errors, transient=True, disable=not errors.is_terminal)
 
 
 def table(

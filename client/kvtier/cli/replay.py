@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import click
@@ -11,6 +13,7 @@ from rich.table import Table
 from kvtier.cli.common import DaemonAt, address_option, cache_option, run
 from kvtier.cli.options import command, output_option, requests_option, trace_argument
 from kvtier.cli.output import progress_bar, show
+from kvtier.errors import NotFound
 from kvtier.replay.runner import ReplayReport
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
@@ -54,15 +57,17 @@ async def _replay(
 ) -> ReplayReport:
     spec = replay_spec(block_bytes)
     requests = await read(trace, limit)
-    async with await daemon.connect() as client:
-        cache = await client.open_cache(name, spec)
+    async with await daemon.connect() as remover:
         try:
-            with progress_bar() as bar:
-                row = bar.add_task("replay", total=len(requests))
-                return await run_replay(client, cache, requests, progress=lambda done: bar.update(row, completed=done))
-        finally:
+            async with await daemon.connect() as client:
+                cache = await client.open_cache(name, spec)
+                with progress_bar() as bar:
+                    step = partial(bar.update, bar.add_task("replay", total=len(requests)))
+                    return await run_replay(client, cache, requests, progress=lambda done: step(completed=done))
+        finally:  # an interrupted call may have a lease, which ends with its client
             if removed:
-                await client.remove_cache(name, force=True)
+                with suppress(NotFound):
+                    await remover.remove_cache(name, force=True)
             else:
                 click.echo(f"cache {name} is kept: see kvtier cache rm", err=True)
 
