@@ -57,7 +57,7 @@ class PrivateDaemon:
         self._device = device
         self._directory: Path | None = None
         self._block: tuple[int, int] = (-1, -1)
-        """A pipe that nobody writes to. Its end tells the daemon's keeper that the block has ended."""
+        """A pipe without bytes. Its end tells the keeper that the block has ended."""
         self._process: asyncio.subprocess.Process | None = None
 
     @property
