@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.common import DaemonAt, address_option, cache_names, confirmed
 from kvtier.cli.options import CommandGroup, SizeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, compact, nonzero, show, table
 from kvtier.client import AsyncClient
@@ -62,7 +62,7 @@ def create_cache(daemon: DaemonAt, name: str, block_bytes: int, form: str, **siz
 
 @cache.command("rm")
 @address_option
-@click.argument("name")
+@click.argument("name", shell_complete=cache_names)
 @click.option("--force", is_flag=True, help="Although sessions have it open, or its directory is damaged.")
 @dry_run_option
 @yes_option
@@ -89,7 +89,7 @@ def _gone(name: str, report: RemovalReport) -> str:
 
 @command()
 @address_option
-@click.argument("name", metavar="CACHE")
+@click.argument("name", metavar="CACHE", shell_complete=cache_names)
 @click.option("--force", is_flag=True, help="Forget the rest where some blocks are leased or pinned.")
 @dry_run_option
 @yes_option

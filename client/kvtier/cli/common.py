@@ -8,10 +8,10 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import click
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 CONNECT_WAIT_S = 2.0
 """Seconds to wait for a daemon that is just starting."""
 _CANCEL_AGAIN_S = 2.0
+_COMPLETION_S = 1.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,14 +55,31 @@ def address_option(command: Decorated) -> Decorated:
 
     @wraps(command)
     def with_place(**others: Any) -> Any:
-        return command(daemon=_place(), **others)
+        return command(daemon=_place(click.get_current_context()), **others)
 
     return connection_options(cast(Decorated, with_place))
 
 
-def _place() -> DaemonAt:
+def cache_names(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Completes the name of a cache in a shell. Returns nothing if the daemon does not answer at once."""
+
+    async def asked() -> list[str]:
+        async with asyncio.timeout(_COMPLETION_S), await _place(context).connect() as client:
+            return [info.name for info in await client.caches() if info.name.startswith(incomplete)]
+
+    try:
+        return asyncio.run(asked())
+    except (KvtierError, TimeoutError, click.UsageError):
+        return []
+
+
+cache_argument: Final = click.argument("cache", shell_complete=cache_names)
+cache_option: Final = partial(click.option, "--cache", metavar="NAME", shell_complete=cache_names)
+
+
+def _place(context: click.Context) -> DaemonAt:
     """Reads the daemon's address from the kept options. Raises :class:`click.UsageError`."""
-    kept: dict[str, tuple[Any, bool]] = dict(click.get_current_context().meta[KEPT])
+    kept: dict[str, tuple[Any, bool]] = dict(context.meta[KEPT])
     address, _ = kept.pop("address")
     files = {name: value for name, (value, _) in kept.items()}
     if is_tcp(address):

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import click
 from rich.console import Console, RenderableType
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -64,6 +65,12 @@ def plain(value: Any) -> dict[str, Any]:
 def console() -> Console:
     """Returns a console on standard output. Lines are cut on a terminal only."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+
+
+def progress_bar() -> Progress:
+    """Returns a bar on standard error, to be used in a ``with`` block. Nothing is shown where that is no terminal."""
+    errors = Console(stderr=True)
+    return Progress(console=errors, transient=True, disable=not errors.is_terminal)
 
 
 def table(

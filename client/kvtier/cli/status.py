@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.common import DaemonAt, address_option, cache_option, confirmed
 from kvtier.cli.locate import peer_line
 from kvtier.cli.options import command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import nonzero, plain, share, show, table
@@ -74,7 +74,7 @@ def ping(daemon: DaemonAt, form: str) -> None:
 
 @command()
 @address_option
-@click.option("--cache", metavar="NAME", help="Only those of this cache.")
+@cache_option(help="Only those of this cache.")
 @click.option("--session", "session_id", type=click.IntRange(min=1), metavar="ID", help="Only those of this session.")
 @output_option()
 def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, form: str) -> None:

@@ -341,7 +341,7 @@ class Config(BaseSettings):
     )
     metrics_page: bool = Field(True, description="Serve a page of the daemon's state at `/` of that port.")
     traces: Annotated[str, AfterValidator(_collector)] | None = Field(
-        None, description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs `kvtier[otel]`."
+        None, description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs the extra `otel`."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest logged level.")
     debug_checks: bool = Field(False, description="Check all core invariants after every step. Slow.")

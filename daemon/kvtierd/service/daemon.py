@@ -451,7 +451,7 @@ def _made_spans(endpoint: str) -> Spans:
     try:  # a daemon without traces does not wait for this import at its start
         from kvtierd.service.spans import Spans
     except ModuleNotFoundError as missing:
-        raise TierConfigError("traces", endpoint, f"needs pip install 'kvtier[otel]' ({missing})") from missing
+        raise TierConfigError("traces", endpoint, f"needs pip install '.[otel]' in a clone of kvtier ({missing})") from missing
     return Spans(endpoint)
 
 
