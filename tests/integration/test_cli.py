@@ -146,7 +146,7 @@ async def test_an_interrupted_replay_removes_its_cache(tmp_path, daemon, client)
     with subprocess.Popen([*KVTIER, "replay", str(trace), *at], stderr=subprocess.PIPE) as replaying:  # noqa: ASYNC220
         (own,) = await eventually(names, bool)
         replaying.send_signal(signal.SIGINT)
-        said = replaying.stderr.read()
+        _, said = replaying.communicate()
     assert (replaying.returncode, said) == (130, b"")
     assert own.startswith("replay-")
     assert {info.name for info in await client.caches()} == before
@@ -157,6 +157,7 @@ async def test_pins_with_an_end(daemon, cache, client):
     at = ("--address", daemon.address)
     pin = ("pin", cache.name, *keys, *at, "--for")
     with subprocess.Popen([*KVTIER, *pin, "1h"], stdout=subprocess.PIPE, text=True) as pinning:  # noqa: ASYNC220
+        assert pinning.stdout is not None
         assert pinning.stdout.readline().startswith(f"{cache.name}: 2 blocks stay in host for 3600 s")
         (lease,) = json.loads(kvtier("leases", *at, "--cache", cache.name, "-o", "json").stdout)
         assert (lease["pid"], lease["tier"], lease["held_blocks"]) == (pinning.pid, "host", 2)

@@ -17,7 +17,7 @@ from kvtier.types import RemoteGcReport, size
 
 @click.group(cls=CommandGroup)
 def remote() -> None:
-    """Clean up the shared store (S3, a directory, ...)."""
+    """Clean up the shared store, like S3 or a directory."""
 
 
 @remote.command()

@@ -451,7 +451,8 @@ def _made_spans(endpoint: str) -> Spans:
     try:  # a daemon without traces does not wait for this import at its start
         from kvtierd.service.spans import Spans
     except ModuleNotFoundError as missing:
-        raise TierConfigError("traces", endpoint, f"needs pip install '.[otel]' in a clone of kvtier ({missing})") from missing
+        needs = f"needs pip install '.[otel]' in a clone of kvtier ({missing})"
+        raise TierConfigError("traces", endpoint, needs) from missing
     return Spans(endpoint)
 
 
