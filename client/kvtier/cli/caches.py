@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import click
@@ -125,6 +126,8 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
         "fingerprint": info.fingerprint.hex(),
         "blocks": info.blocks,
         "sessions": info.sessions,
+        "idle_s": info.idle_s,
+        "last_user": info.last_user,
         "device": info.device,
         "groups": [
             {
@@ -148,6 +151,8 @@ def _table(found: list[CacheInfo]) -> Table | str:
             _window(info, group.group),
             str(info.blocks),
             nonzero(info.sessions),
+            "" if info.sessions else str(timedelta(seconds=info.idle_s)),
+            info.last_user,
             compact(info.spec.block_bytes(group.group)),
             *(_bytes(group, tier) for tier in TIERS),
             f"{info.spec.model} {info.spec.dtype}",
@@ -155,7 +160,7 @@ def _table(found: list[CacheInfo]) -> Table | str:
         for info in found
         for group in info.groups
     ]
-    columns = ("cache", "window", "blocks", "open", "block", *map(str, TIERS), "model")
+    columns = ("cache", "window", "blocks", "open", "idle", "last user", "block", *map(str, TIERS), "model")
     return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no caches that you may see"
 
 
