@@ -61,7 +61,7 @@ PREPARED = {
 SAID = {
     "docs/engines.md": ["0 tokens loaded, 32 stored\n32 tokens loaded, 48 stored\n", "generated tokens are equal"],
     "docs/events.md": ["0 blocks are stored", "exact at", "31 blocks have hashes"],
-    "docs/fleet.md": ["prefix", "round-robin", "second_use"],
+    "docs/fleet.md": ["hit ratio", "one with the memory of 16", '"remote": '],
     "docs/remote.md": ["would be gone", " gone, "],
 }
 
@@ -220,7 +220,7 @@ def test_an_operator_s_look_around(daemon, environment, tmp_path):
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.how == "runnable"} - OWN_TESTS))
 def test_a_page_from_its_first_block_to_its_last(page, start_fresh, tmp_path):
-    remote = json.dumps({"url": f"file://{tmp_path}/store"})
+    remote = json.dumps({"url": f"file://{tmp_path}"})
     sizes = [word for tier in ("host", "disk") for word in (f"--{tier}-bytes", "64MiB")]
     daemon = start_fresh(*sizes, *(("--remote", remote) if page == "docs/remote.md" else ()))
     PREPARED.get(page, lambda _: None)(tmp_path)
