@@ -12,7 +12,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.chains import Prompt
 from kvtier.deadline import Deadline, in_turn
-from kvtier.errors import require_within
+from kvtier.errors import require_kind, require_within
 from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
 from kvtier.types import ROOT_PARENT, AnyTier, BlockResult
@@ -118,6 +118,7 @@ class PrefixVerbs:
         daemon answers: in full-attention groups, and in sliding windows beside them. Blocks with extra ids or items, or
         of another scope, do not count.
         """
+        require_kind("prompt", prompt, Prompt)
         spec, keys = self._binder.spec, prompt.keys
         if prompt.partial_tokens and any(spec.groups[group].window_tokens > 1 for group in self.groups):
             keys = keys[:-KEY_BYTES]  # the window at the end of a partial block may begin a block earlier
@@ -144,7 +145,7 @@ class PrefixVerbs:
     async def _ask_match(
         self, packed: bytes, timeout: float | None, *, remote: bool = False
     ) -> blocks_pb2.MatchResponse:
-        request = blocks_pb2.MatchRequest(groups=self.groups, keys=packed, remote=remote)
+        request = wire.message(blocks_pb2.MatchRequest, groups=self.groups, keys=packed, remote=remote)
         reply = await self._call_match(request, timeout)
         self.reader.looked_up(packed, self.groups[0], reply.blocks)
         return reply
@@ -227,7 +228,8 @@ class GroupVerbs(PrefixVerbs):
         ``dry_run``: only returns the best possible results.
         """
         deadline = self._deadline(timeout)
-        request = blocks_pb2.MoveRequest(
+        request = wire.message(
+            blocks_pb2.MoveRequest,
             group=self.group,
             to=wire.tier_to_wire(to, "to"),
             keys=wire.packed_keys(keys),
@@ -241,7 +243,7 @@ class GroupVerbs(PrefixVerbs):
     async def drop(self, keys: wire.Keys, *, dry_run: bool = False, timeout: float | None = None) -> wire.DropReport:
         """Drops blocks and all their descendants, in every tier. ``dry_run``: only reports the effect."""
         packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
-        request = blocks_pb2.DropRequest(group=self.group, keys=packed, seq=seq, dry_run=dry_run)
+        request = wire.message(blocks_pb2.DropRequest, group=self.group, keys=packed, seq=seq, dry_run=dry_run)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
         return wire.DropReport([BlockResult(result) for result in reply.results], reply.dropped, reply.kept_in_store)
 
@@ -289,7 +291,7 @@ class GroupVerbs(PrefixVerbs):
         earlier reset; drops only the blocks that this reset kept.
         """
         seq = self._binder.session.next_seq()
-        request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=seq, repeats=repeats)
+        request = wire.message(blocks_pb2.ResetRequest, force=force, dry_run=dry_run, seq=seq, repeats=repeats)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
         return wire.ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
 
