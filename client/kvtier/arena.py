@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -409,7 +409,7 @@ class Binder:
                 release = blocks_pb2.ReleaseRequest(
                     cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
                 )
-                self.later(asyncio.ensure_future(self._until_answered(binding, release)))
+                self.begin_later(self._until_answered(binding, release))
             raise
 
     async def release(
@@ -428,12 +428,19 @@ class Binder:
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
                 return await self._release(binding, request, deadline)
-        self.later(asyncio.ensure_future(self._until_answered(binding, request)))
+        self.begin_later(self._until_answered(binding, request))
 
     async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
         await self.session.call(_releasing(binding, request), deadline)
 
-    def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
+    def begin_later(self, work: Coroutine[Any, Any, None], what: str = "giving back what nobody heard of") -> None:
+        """Like :meth:`later`; drops work that the loop would not end."""
+        if self.session.torn_down:
+            work.close()
+        else:
+            self.later(asyncio.ensure_future(work), what)
+
+    def later(self, work: asyncio.Future[None], what: str) -> None:
         """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
         self.returning.add(work)
         work.add_done_callback(self.returning.discard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, overload
@@ -196,7 +195,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         try:
             await self._session.call(attempt, deadline)
         except UNHEARD:
-            self._binder.later(asyncio.ensure_future(self._binder.until_answered(attempt)), "closing")
+            self._binder.begin_later(self._binder.until_answered(attempt), "closing")
             raise
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:

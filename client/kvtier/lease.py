@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
@@ -374,18 +374,26 @@ class LeaseBook:
         Returns: A list per chain, with a lease per group.
         """
         deadline = self._deadline(timeout)
+        step = owners[0].spec.tokens_per_block
+        chains = [chain_message(keys, min_blocks, retention, step) for keys in packed]
         request = blocks_pb2.AcquireRequest(
             groups=[owner.group for owner in owners],
             tier=tier_to_wire(tier),
-            chains=[chain_message(keys, min_blocks, retention, owners[0].spec.tokens_per_block) for keys in packed],
+            chains=[chain for chain in chains if chain.keys],
             timeout_ns=deadline.wait_ns(),
             recompute_ns_per_block=recompute_ns,
         )
         for chain in request.chains:
             chain.counted = for_read or not self._binder.asked.read(chain.keys)
-        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
+        binding = self._binder.binding
+        answers: Iterator[blocks_pb2.AcquiredChain] = iter(())
+        if request.chains or not chains:
+            binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
+            answers = iter(reply.chains)
+        none = blocks_pb2.AcquiredChain(refusal="TOO_SHORT" if min_blocks else "")  # of a prompt shorter than a block
         acquired = []
-        for keys, answer in zip(packed, reply.chains, strict=True):
+        for keys in packed:
+            answer = next(answers) if keys else none
             error = errors.chain_error(answer, min_blocks) if answer.refusal else None
             parts = answer.groups or [blocks_pb2.AcquiredGroup() for _ in owners]
             leases = [
@@ -450,13 +458,14 @@ class LeaseBook:
 
     def _release_forgotten(self, lease: Lease) -> None:
         if not self._session.closed:
-            releasing = asyncio.ensure_future(self.release([lease], PASSED, None))
-            self._binder.later(releasing, "release of a forgotten lease")
+            self._binder.begin_later(self.release([lease], PASSED, None), "release of a forgotten lease")
 
     async def commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, stream: Stream | None, timeout: float | None
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, which is the way to call this."""
+        if not request.keys and not request.release:
+            return []
         deadline = self._deadline(timeout)
         await passing(fence_of([lease], stream), deadline)
         lease.require_live()
