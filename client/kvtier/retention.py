@@ -21,8 +21,8 @@ from kvtier.v1 import blocks_pb2
 MAX_PRIORITY: Final = 100
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
-_MAX_MIN_BLOCKS: Final = 2**32 - 1
-"""Limit of the wire format."""
+_MAX_MIN_BLOCKS: Final = 16_384
+"""Most keys of a call."""
 UNCHANGED: Final = 255
 """In place of a priority on the wire: the block keeps its retention."""
 

@@ -36,7 +36,7 @@ from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
 LIMIT = 16_384
-daemon = own_daemon(device=64, host=64)
+daemon = own_daemon(device=64, host=64, disk=64)
 cache = own_cache(device=8, host=8)
 
 
@@ -348,7 +348,9 @@ asyncio.run(main())
 def test_an_ending_client_prints_nothing(daemon, program):
     with Client(daemon.address) as client:
         client.open_cache("quiet", SPEC, budgets=sizes(host=8)).put(KEYS, blocks(KEYS))
-    begin = "import asyncio, sys, threading, kvtier\naddress, keys = sys.argv[1], list(map(bytes.fromhex, sys.argv[2:]))\n"
+    begin = (
+        "import asyncio, sys, threading, kvtier\naddress, *keys = sys.argv[1:]\nkeys = list(map(bytes.fromhex, keys))\n"
+    )
     command = [sys.executable, "-c", begin + program, daemon.address, *(key.hex() for key in KEYS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
