@@ -87,7 +87,7 @@ class Lease(Hold):
         self.tier = tier
         self.id = lease_id
         self._slots = tuple(slots)
-        self.exposed = False
+        self._exposed = False
         """Whether the caller has seen the slots, and may use them without this object."""
         self.binding = binding
         self.released = lease_id == 0
@@ -110,7 +110,7 @@ class Lease(Hold):
     @property
     def slots(self) -> tuple[int, ...]:
         """Numbers of the slots in the tier."""
-        self.exposed = True
+        self._exposed = True
         return self._slots
 
     @property
@@ -416,7 +416,7 @@ class LeaseBook:
         request = blocks_pb2.JoinRequest(lease_id=ticket.lease_id, secret=ticket.secret)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Join, request, self._deadline(timeout))
         hold = cache, self, binding, ticket.tier, reply.lease_id, ticket.slots
-        lease: Lease = WriteLease(*hold)
+        lease: Lease
         if isinstance(ticket, ReadTicket):
             lease = ReadLease(
                 *hold,
@@ -427,7 +427,9 @@ class LeaseBook:
                 error=None,
                 needed=ticket.needed,
             )
-        lease.exposed = True  # in its ticket
+        else:
+            lease = WriteLease(*hold)
+        lease._exposed = True  # in its ticket
         lease._narrow(frozenset(reply.blank), frozenset(reply.held))
         self.keep([lease])
         return lease
@@ -451,7 +453,7 @@ class LeaseBook:
             return False
         for known in (self._forgotten, self._leases, self._in_use):
             known.add(lease)
-        if not lease.exposed:
+        if not lease._exposed:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._release_forgotten, lease)
         return self._session.number == lease.binding.session

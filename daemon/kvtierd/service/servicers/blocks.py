@@ -149,8 +149,8 @@ class BlocksService:
     async def match(self, session: ClientSession, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
-        keys = validation.keys("keys", request.keys, least=not request.tokens)
         tokens, scope = validation.following(cache, groups, request)
+        keys = validation.keys("keys", request.keys, least=not request.tokens)
         store = self._remote if request.remote else None
         remote = 0 if store is None else await store.fetcher.reach(cache, groups, keys)
         manager = self._engine.manager(cache.id)
