@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 from weakref import WeakSet
@@ -374,8 +375,7 @@ class LeaseBook:
         Returns: A list per chain, with a lease per group.
         """
         deadline = self._deadline(timeout)
-        step = owners[0].spec.tokens_per_block
-        chains = [chain_message(keys, min_blocks, retention, step) for keys in packed]
+        chains = [chain_message(keys, min_blocks, retention, owners[0].spec.tokens_per_block) for keys in packed]
         request = blocks_pb2.AcquireRequest(
             groups=[owner.group for owner in owners],
             tier=tier_to_wire(tier),
@@ -418,15 +418,8 @@ class LeaseBook:
         hold = cache, self, binding, ticket.tier, reply.lease_id, ticket.slots
         lease: Lease
         if isinstance(ticket, ReadTicket):
-            lease = ReadLease(
-                *hold,
-                keys=ticket.keys,
-                generations=ticket.generations,
-                found_in=ticket.found_in,
-                matched=ticket.matched,
-                error=None,
-                needed=ticket.needed,
-            )
+            names = ("keys", "generations", "found_in", "matched", "needed")
+            lease = ReadLease(*hold, error=None, **{name: getattr(ticket, name) for name in names})
         else:
             lease = WriteLease(*hold)
         lease._exposed = True  # in its ticket
@@ -447,25 +440,22 @@ class LeaseBook:
             self._session.lend(lease.binding.session)
 
     def keep_forgotten(self, lease: Lease) -> bool:
-        """Keeps a lease that is about to be garbage: until the loop has released it, or, if its slots are exposed,
-        until all leases are released. Returns whether the daemon still holds it. Called in any thread."""
+        """Keeps a lease that is about to be garbage until its release, which begins now unless its slots are exposed.
+        Returns whether the daemon still holds it. Called in any thread."""
         if self._session.closed:
             return False
         for known in (self._forgotten, self._leases, self._in_use):
             known.add(lease)
         if not lease._exposed:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._release_forgotten, lease)
+                what, release = "release of a forgotten lease", partial(self.release, [lease], PASSED, None)
+                self._loop.call_soon_threadsafe(lambda: self._binder.begin_later(release(), what))
         return self._session.number == lease.binding.session
-
-    def _release_forgotten(self, lease: Lease) -> None:
-        if not self._session.closed:
-            self._binder.begin_later(self.release([lease], PASSED, None), "release of a forgotten lease")
 
     async def commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, stream: Stream | None, timeout: float | None
     ) -> list[BlockResult]:
-        """See :meth:`WriteLease.commit`, which is the way to call this."""
+        """See :meth:`WriteLease.commit`."""
         if not request.keys and not request.release:
             return []
         deadline = self._deadline(timeout)

@@ -138,9 +138,9 @@ class Session:
 
     @property
     def torn_down(self) -> bool:
-        """Whether the loop cancels all its tasks, as at the end of ``asyncio.run``. The loop would not end a task that
-        begins now."""
-        return self._keeper is not None and self._keeper.cancelling() > 0
+        """Whether the session is closed, or the loop cancels all its tasks, as at the end of ``asyncio.run``: it would
+        not end a task that begins now."""
+        return self.closed or (self._keeper is not None and self._keeper.cancelling() > 0)
 
     @property
     def number(self) -> int:
@@ -278,7 +278,7 @@ class Session:
                 scope.reschedule(now)
 
     def _start_listening(self) -> None:
-        if not self.closed and not self.torn_down and (self._listener is None or self._listener.done()):
+        if not self.torn_down and (self._listener is None or self._listener.done()):
             self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -389,7 +389,7 @@ class Session:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that outlives its caller, until :meth:`close`; later work is dropped."""
-        if self.closed or self.torn_down:
+        if self.torn_down:
             work.close()
             return
         task = asyncio.create_task(work)
