@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from kvtier.session import Session
 from kvtier.transport import Link, Stubs
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
+from kvtier.wire import Budgets, budgets_to_wire, cache_info, message, options_to_wire, spec_to_wire
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
@@ -222,8 +222,8 @@ class Binder:
         self._name = name
         self._asked = spec
         self._spec = spec
-        self._budgets = dict(budgets)
-        self._options = options
+        self._budgets = budgets_to_wire(budgets)
+        self._options = None if options is None else options_to_wire(options)
         self._device = device
         self._mapped = mapped
         self._binding: Binding | None = None
@@ -308,15 +308,19 @@ class Binder:
                 raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
             if self._binding is not None and self._binding.session == link.session:
                 return self._binding
-            request = caches_pb2.OpenRequest(name=self._name, seq=self.session.next_seq())
+            request = message(
+                caches_pb2.OpenRequest,
+                name=self._name,
+                device=self._device if create else "",
+                seq=self.session.next_seq(),
+            )
             named = self._asked if create else None
             if named is not None:
                 request.spec.CopyFrom(spec_to_wire(named))
             if create:
-                request.device = self._device
-                request.budgets.extend(budgets_to_wire(self._budgets))
+                request.budgets.extend(self._budgets)
                 if self._options is not None:
-                    request.options.CopyFrom(options_to_wire(self._options))
+                    request.options.CopyFrom(self._options)
             reply = await send(link, lambda stubs: stubs.caches.Open, request)
             if reply.kept:
                 _log.warning("cache %s keeps its former budgets and write policy: %s", self._name, reply.kept)
@@ -395,7 +399,7 @@ class Binder:
                 release = blocks_pb2.ReleaseRequest(
                     cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
                 )
-                self.later(asyncio.ensure_future(self._until_answered(binding, release)))
+                self.begin_later(self._until_answered(binding, release))
             raise
 
     async def release(
@@ -413,10 +417,20 @@ class Binder:
         )
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
-                return await self.session.call(_releasing(binding, request), deadline)
-        self.later(asyncio.ensure_future(self._until_answered(binding, request)))
+                return await self._release(binding, request, deadline)
+        self.begin_later(self._until_answered(binding, request))
 
-    def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
+    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
+        await self.session.call(_releasing(binding, request), deadline)
+
+    def begin_later(self, work: Coroutine[Any, Any, None], what: str = "giving back what nobody heard of") -> None:
+        """Like :meth:`later`; drops work that the loop would not end."""
+        if self.session.torn_down:
+            work.close()
+        else:
+            self.later(asyncio.ensure_future(work), what)
+
+    def later(self, work: asyncio.Future[None], what: str) -> None:
         """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
         self.returning.add(work)
         work.add_done_callback(self.returning.discard)

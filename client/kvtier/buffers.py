@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.attention import Needed
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, require_kind
 from kvtier.memory.arrays import (
     Bytes,
     CudaArray,
@@ -175,6 +175,7 @@ def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
 
 
 def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequence[Block]:
+    require_kind(field, blocks, Sized)
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, bytes | bytearray) else one for one in blocks]

@@ -22,7 +22,7 @@ from kvtier.abi.key_index import Asked, IndexEntries, IndexReader, Presence
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Rows
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, require_kind
 from kvtier.retention import BlockRetention
 from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
 from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
@@ -231,6 +231,8 @@ class ChainPart:
     ) -> ChainPart:
         """Makes the part of a chain's last keys, one per block. ``parent``: of the chain's first key; None: the
         prompt's, else the block is a root. ``kept``: of all keys. Raises :class:`kvtier.errors.InvalidArgument`."""
+        if prompt is not None:
+            require_kind("prompt", prompt, Prompt)
         before = len(chain) - len(blocks)
         if before:
             chain, parent, kept = chain[before:], chain[before - 1], kept.only(range(before, len(chain)))

@@ -20,7 +20,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Request, Response, send
 from kvtier.cache import Cache
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
-from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
+from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import DEFAULT_PATIENCE_S, Session
@@ -76,6 +76,8 @@ def connect(
     require_timeout(timeout)
     require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
+    if address is not None:
+        require_kind("address", address, str, os.PathLike)
     found = os.fspath(address) if address is not None else protocol.default_address()
 
     async def opened() -> AsyncClient:
@@ -154,6 +156,7 @@ class AsyncClient:
         """
         try:
             if spec is not None:
+                require_kind("spec", spec, CacheSpec)
                 spec.validate()
         except InvalidArgument as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None
@@ -223,7 +226,7 @@ class AsyncClient:
         if the cache does not exist."""
         _require_name(cache)
         number = 0 if session_id is None else wire.session_number(session_id)
-        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
+        request = wire.message(admin_pb2.LeasesRequest, cache=cache or "", session_id=number)
         reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
         return [wire.lease_info(each) for each in reply.leases]
 
@@ -242,7 +245,7 @@ class AsyncClient:
         """
         _require_name(cache)
         asked = wire.key_prefix("key", key, SHORTEST_PREFIX)
-        request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
+        request = wire.message(admin_pb2.ExplainRequest, cache=cache or "", key=asked)
         deadline = self._deadline(timeout)
         reply = await self._session.call(lambda link: send(link, lambda stubs: stubs.admin.Explain, request), deadline)
         now = explanation_from_wire(asked, reply)
@@ -280,7 +283,7 @@ class AsyncClient:
             asked = wire.key_prefix("keys", keys, SHORTEST_PREFIX)
         else:
             asked = wire.packed_keys(keys)
-        request = admin_pb2.HoldingsRequest(cache=cache or "", keys=asked)
+        request = wire.message(admin_pb2.HoldingsRequest, cache=cache or "", keys=asked)
         return wire.holdings(await self._ask(lambda stubs: stubs.admin.Holdings, request, timeout))
 
     async def _ask(
@@ -304,7 +307,7 @@ class AsyncClient:
         Raises :class:`kvtier.errors.NotFound` if the session does not exist (any more).
         """
         number = wire.session_number(session_id)
-        request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
+        request = wire.message(admin_pb2.KickRequest, session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
         async def attempt(link: Link) -> admin_pb2.KickResponse:
@@ -325,7 +328,9 @@ class AsyncClient:
         directory. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
         DAMAGED_CACHE).
         """
-        request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
+        request = wire.message(
+            caches_pb2.RemoveCacheRequest, name=name, force=force, dry_run=dry_run, seq=self._session.next_seq()
+        )
         reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
         freed = {wire.tier_from_wire(each.tier): each.bytes for each in reply.freed}
         return RemovalReport(reply.blocks, freed, reply.kept_in_store)
@@ -352,7 +357,10 @@ class AsyncClient:
             require_within("older_than", older_than, 1e-9, MOST_SECONDS, "above 0 seconds")
         if keep_bytes is not None:
             require_within("keep_bytes", keep_bytes, 0, (1 << 64) - 1, "0 bytes or more")
-        request = admin_pb2.RemoteGcRequest(
+        if isinstance(caches, str):
+            raise InvalidArgument("caches", caches, "a list, even of one")
+        request = wire.message(
+            admin_pb2.RemoteGcRequest,
             caches=caches,
             older_than_ns=0 if older_than is None else int(older_than * 1e9),
             keep_bytes=keep_bytes,

@@ -17,8 +17,8 @@ from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, Stre
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
-from kvtier.deadline import Deadline
-from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
+from kvtier.deadline import Backoff, Deadline
+from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TierFull, TooShort, chain_error
 from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
@@ -31,6 +31,12 @@ from kvtier.wire import granted, tier_to_wire
 
 MAX_PART: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""
+
+
+_LONGEST_WAIT_S: Final = 0.25
+"""Most seconds between two tries of a get that finds no slot."""
+_LEAST_S: Final = 0.1
+"""Least seconds of such a try."""
 
 
 Way: TypeAlias = "MappedCopies | StreamedCopies"
@@ -127,7 +133,7 @@ async def _stored(cache: Owner, way: Way, tier: Tier, part: ChainPart, timeout: 
 
 
 async def get(
-    caches: Sequence[Owner], way: Way, tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
+    caches: Sequence[Owner], way: Way, tier: Tier, keys: bytes, targets: GroupRows, timeout: float
 ) -> dict[int, PrefixRows]:
     """See :meth:`kvtier.Cache.get`; ``targets`` are flat. A prefix with a sliding window, or of several groups, is read
     in one piece: a window of a piece is not the chain's."""
@@ -139,13 +145,30 @@ async def get(
         end = min(start + step, count)
         into = {group: rows[start:end] for group, rows in targets.items()}
         try:
-            piece = await way.get(caches, tier, keys[start * KEY_BYTES : end * KEY_BYTES], into, timeout)
+            piece = await _with_room(way, caches, tier, keys[start * KEY_BYTES : end * KEY_BYTES], into, timeout)
         except TooShort:
             break
         for group, rows in piece.items():
             found[group] += rows
         start = count if whole else len(found[caches[0].group])
     return found
+
+
+async def _with_room(
+    way: Way, caches: Sequence[Owner], tier: Tier, keys: bytes, into: GroupRows, timeout: float
+) -> dict[int, PrefixRows]:
+    """Gets a piece. The daemon refuses at once while others hold all slots; they may release until the time is up."""
+    deadline, backoff = Deadline(timeout), Backoff(most=_LONGEST_WAIT_S)
+    while True:
+        try:
+            return await way.get(caches, tier, keys, into, max(deadline.left(), _LEAST_S))
+        except TierFull as full:
+            if not full.holders:
+                raise
+            left, delay = deadline.left(), backoff.next()
+            await asyncio.sleep(min(delay, left))
+            if delay >= left:
+                raise
 
 
 def is_whole(caches: Sequence[Owner]) -> bool:

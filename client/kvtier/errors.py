@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Final
 
 import grpc
@@ -20,7 +21,7 @@ from grpc.aio import AioRpcError
 from kvtier.abi.spec import CallerError as CallerError  # noqa: PLC0414  re-exported
 from kvtier.abi.spec import InvalidArgument as InvalidArgument  # noqa: PLC0414
 from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414
-from kvtier.types import Tier
+from kvtier.types import Tier, clean
 from kvtier.v1 import blocks_pb2, common_pb2
 
 
@@ -40,12 +41,13 @@ class Holder:
 
 class TierFull(RetryableError):
     """Evicting all slots that are not held would not make room: ``wanted`` slots of ``tier``, ``free`` of them
-    available."""
+    available. The message names the ``holders``."""
 
     def __init__(
         self, message: str, *, tier: Tier | None, wanted: int, free: int, holders: tuple[Holder, ...], reason: str
     ) -> None:
-        super().__init__(message, reason=reason)
+        held = ", ".join(f"pid {each.pid} {clean(each.command)} ({each.slots} slots)" for each in holders)
+        super().__init__(f"{message}; held by {held}" if held else message, reason=reason)
         self.tier = tier
         self.wanted = wanted
         self.free = free
@@ -73,9 +75,19 @@ class DamagedTransfer(RetryableError):
 
 
 def require_within(field: str, value: float, low: float, high: float, limit: str = "") -> None:
-    """Raises :class:`InvalidArgument` for a number below ``low``, above ``high`` or not a number at all."""
+    """Raises :class:`InvalidArgument` for a number below ``low`` or above ``high``, and for a value that is no number,
+    or no whole number where ``high`` is an ``int``."""
+    limit = limit or f"{low} to {high}"
+    if not isinstance(value, Integral if isinstance(high, int) else Real) or isinstance(value, bool):
+        raise InvalidArgument(field, repr(value), f"{limit}, as a {'whole ' * isinstance(high, int)}number")
     if not low <= value <= high:
-        raise InvalidArgument(field, value, limit or f"{low} to {high}")
+        raise InvalidArgument(field, value, limit)
+
+
+def require_kind(field: str, value: object, *kinds: type) -> None:
+    """Raises :class:`InvalidArgument` for a value that is of none of these types."""
+    if not isinstance(value, kinds):
+        raise InvalidArgument(field, repr(value), f"of type {' or '.join(kind.__name__ for kind in kinds)}")
 
 
 class SpecMismatch(InvalidArgument):

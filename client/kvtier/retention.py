@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.errors import InvalidArgument, require_within
+from kvtier.errors import InvalidArgument, require_kind, require_within
 from kvtier.types import DEFAULT_PRIORITY
 from kvtier.v1 import blocks_pb2
 
 MAX_PRIORITY: Final = 100
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
-_MAX_MIN_BLOCKS: Final = 2**32 - 1
-"""Limit of the wire format."""
+_MAX_MIN_BLOCKS: Final = 16_384
+"""Most keys of a call."""
 UNCHANGED: Final = 255
 """In place of a priority on the wire: the block keeps its retention."""
 
@@ -55,8 +55,10 @@ class Retention:
 
     def __post_init__(self) -> None:
         end: int | None = 0
+        require_kind("ranges", self.ranges, Sequence)
         for index, each in enumerate(self.ranges):
             field = f"ranges[{index}]"
+            require_kind(field, each, TokenRange)
             for name in ("start", "end"):
                 _check_token(f"{field}.{name}", getattr(each, name))
             if end is None:
@@ -118,6 +120,7 @@ def block_retention(
         return BlockRetention(each_priority(count, priorities))
     if priorities is not None:
         raise InvalidArgument("priorities", priorities, "None where there is a retention")
+    require_kind("retention", retention, Retention, BlockRetention)
     return retention if isinstance(retention, BlockRetention) else retention.of_blocks(count, tokens_per_block)
 
 
@@ -135,8 +138,8 @@ def duration_ms(field: str, seconds: float | None) -> int:
     """Seconds as whole milliseconds, at least one; 0 for None."""
     if seconds is None:
         return 0
-    if not 0 < seconds <= MAX_DURATION_MS / 1000:
-        raise InvalidArgument(field, seconds, f"more than 0, at most {MAX_DURATION_MS / 1000:.0f} seconds, or None")
+    most = MAX_DURATION_MS / 1000
+    require_within(field, seconds, 1e-9, most, f"more than 0, at most {most:.0f} seconds, or None")
     return min(MAX_DURATION_MS, math.ceil(seconds * 1000))
 
 
@@ -165,6 +168,7 @@ def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tok
         require_within("min_blocks", min_blocks, 0, _MAX_MIN_BLOCKS)
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
+    require_kind("retention", retention, Retention)
     kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
@@ -193,15 +193,21 @@ class CacheSpec:
 
     def validate(self) -> None:
         """Raises :class:`SpecError` naming the first field at fault."""
-        if not self.model.isprintable() or not 1 <= len(self.model.encode()) <= _MAX_MODEL_BYTES:
+        if (
+            not isinstance(self.model, str)
+            or not self.model.isprintable()
+            or not 1 <= len(self.model.encode()) <= _MAX_MODEL_BYTES
+        ):
             raise SpecError("model", self.model, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
         _check_dtype("dtype", self.dtype)
         require_int("tokens_per_block", self.tokens_per_block, 1, _MAX_TOKENS_PER_BLOCK, SpecError)
         require_int("world_size", self.world_size, 1, _MAX_WORLD_SIZE, SpecError)
         require_int("rank", self.rank, 0, self.world_size - 1, SpecError)
+        _require_all("groups", self.groups, WindowGroupSpec)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise SpecError("groups", len(self.groups), f"1 to {MAX_GROUPS} groups")
         for index, group in enumerate(self.groups):
+            _require_all(f"groups[{index}].pools", group.pools, PoolSpec)
             self._validate_group(index, group)
         if len(self.identity) > _MAX_IDENTITY:
             raise SpecError("identity", f"{len(self.identity)} names", f"at most {_MAX_IDENTITY} names")
@@ -324,6 +330,11 @@ class CacheSpec:
             raise SpecError("spec", values, f"the fields of a specification: {error}") from error
         spec.validate()
         return spec
+
+
+def _require_all(field: str, values: object, kind: type) -> None:
+    if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in values):
+        raise SpecError(field, values, f"a tuple of {kind.__name__}")
 
 
 def _check_dtype(field: str, value: str) -> None:

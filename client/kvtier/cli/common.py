@@ -18,7 +18,7 @@ import click
 from kvtier import client as aio
 from kvtier.cli.options import KEPT, Decorated, connection_options
 from kvtier.client import AsyncClient
-from kvtier.errors import DaemonUnavailable, KvtierError, TierFull
+from kvtier.errors import DaemonUnavailable, KvtierError
 from kvtier.transport import TlsFiles, is_tcp
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def run(work: Coroutine[Any, Any, T], *, no_daemon: int = 1) -> T:
     try:
         return asyncio.run(work)
     except KvtierError as error:
-        click.echo(f"Error: {explained(error)}", err=True)
+        click.echo(f"Error: {error}", err=True)
         raise SystemExit(no_daemon if isinstance(error, DaemonUnavailable) else 1) from error
 
 
@@ -169,10 +169,3 @@ class Interrupts:
         if again or self._writing:
             raise SystemExit(self.status)
         self._loop.call_soon_threadsafe(self.end_task)
-
-
-def explained(error: KvtierError) -> str:
-    if not isinstance(error, TierFull) or not error.holders:
-        return str(error)
-    holders = [f"  {h.slots} slots: pid {h.pid} {h.command}" for h in error.holders]
-    return "\n".join([str(error), "held by:", *holders])

@@ -22,7 +22,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import MappedArena
 from kvtier.buffers import Blocks
 from kvtier.deadline import require_timeout
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, require_kind
 from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory
@@ -252,6 +252,8 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
 
     def release(self, *leases: SyncHold[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
+        for index, each in enumerate(leases):
+            require_kind(f"leases[{index}]", each, SyncHold)
         held = [each.inner for each in leases]
         fence = self.thread.fence(held, stream)
         self.thread.run(lambda: self.inner.release(*held, stream=fence, timeout=timeout))

@@ -61,7 +61,7 @@ class SyncWatch(Twin[watch.Watch]):
             except StopAsyncIteration:
                 raise StopIteration from None
             except ClientClosed:
-                if self._closed:
+                if self._closed or not threading.main_thread().is_alive():  # the interpreter ends
                     raise StopIteration from None
                 raise
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from kvtier.abi import attach as protocol
-from kvtier.errors import DaemonUnavailable, InvalidArgument
+from kvtier.errors import DaemonUnavailable, InvalidArgument, require_kind
 from kvtier.transport.attached import AttachConnection, LocalChannel
 from kvtier.transport.channels import open_channel, require_grpc
 from kvtier.transport.stream import StreamConnection
@@ -180,6 +180,8 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     host, target = found[1] or found[2], found[0]
     if tls is None and not insecure:
         raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")
+    if tls is not None:
+        require_kind("tls", tls, TlsFiles)
     if tls is not None and insecure:
         raise InvalidArgument("insecure", insecure, "False where tls is given")
     if tls is None and not protocol.is_loopback(host):

@@ -36,11 +36,13 @@ def cache_name(value: str, field: str = "name") -> str:
     return value
 
 
-def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
-    """The packed keys as a list, all different. The list may be empty: a prompt may be shorter than a block."""
+def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, least: int = 1) -> list[Key]:
+    """The packed keys as a list, all different. No keys are refused: the client may have misnamed the field."""
     if len(packed) % KEY_BYTES:
         raise bad_argument(field, f"{len(packed)} bytes", f"keys of {KEY_BYTES} bytes")
     count = len(packed) // KEY_BYTES
+    if count < least:
+        raise bad_argument(field, "no keys", f"keys of {KEY_BYTES} bytes, at least one")
     if count > max_keys:
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
     listed = _split(packed)
@@ -136,7 +138,7 @@ def heartbeat_s(field: str, value_ns: int, default_s: float) -> float:
 
 def commit_items(cache: ServedCache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
     """The blocks that a commit stores in ``slots``. Raises INVALID_ARGUMENT."""
-    listed = keys("keys", request.keys)
+    listed = keys("keys", request.keys, least=not request.release)
     number = len(listed)
     if len(slots) != number:
         raise bad_argument("slots", f"{len(slots)} slots", f"{number} slots, one a key")
