@@ -127,7 +127,8 @@ async def test_nothing_is_left_of_private_daemons(work, number):
 
     with tempfile.TemporaryDirectory(prefix="kv-") as name:
         home = Path(name)
-        command = [sys.executable, "-c", f"import asyncio, os, signal\n{work}"]
+        own_signals = ("env", "--default-signal=INT,TERM,HUP")  # a test run under nohup ignores SIGHUP
+        command = [*own_signals, sys.executable, "-c", f"import asyncio, os, signal\n{work}"]
         env = {**os.environ, "TMPDIR": name}
         with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:  # noqa: ASYNC220
             try:
