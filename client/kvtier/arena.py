@@ -208,7 +208,7 @@ class Binder:
         session: Session,
         name: str,
         spec: CacheSpec | None,
-        budgets: Budgets,
+        budgets: Budgets | None,
         options: CacheOptions | None,
         device: str,
         *,
@@ -222,9 +222,11 @@ class Binder:
         self._name = name
         self._asked = spec
         self._spec = spec
-        self._budgets = budgets_to_wire(budgets)
-        self._options = None if options is None else options_to_wire(options)
-        self._device = device
+        self._wanted = {
+            "device": device,
+            "budgets": budgets_to_wire(budgets),
+            "options": None if options is None else options_to_wire(options),
+        }
         self._mapped = mapped
         self._binding: Binding | None = None
         self.asked: Final = Asked()
@@ -308,19 +310,11 @@ class Binder:
                 raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
             if self._binding is not None and self._binding.session == link.session:
                 return self._binding
-            request = message(
-                caches_pb2.OpenRequest,
-                name=self._name,
-                device=self._device if create else "",
-                seq=self.session.next_seq(),
-            )
             named = self._asked if create else None
-            if named is not None:
-                request.spec.CopyFrom(spec_to_wire(named))
-            if create:
-                request.budgets.extend(self._budgets)
-                if self._options is not None:
-                    request.options.CopyFrom(self._options)
+            wanted: dict[str, Any] = self._wanted if create else {}
+            told = None if named is None else spec_to_wire(named)
+            seq = self.session.next_seq()
+            request = message(caches_pb2.OpenRequest, name=self._name, spec=told, seq=seq, **wanted)
             reply = await send(link, lambda stubs: stubs.caches.Open, request)
             if reply.kept:
                 _log.warning("cache %s keeps its former budgets and write policy: %s", self._name, reply.kept)

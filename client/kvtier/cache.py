@@ -47,9 +47,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         mapped: bool,
         default_timeout: float,
     ) -> None:
-        binder = Binder(
-            session, name, spec, {} if budgets is None else budgets, options, device or "", write=write, mapped=mapped
-        )
+        binder = Binder(session, name, spec, budgets, options, device or "", write=write, mapped=mapped)
         super().__init__(binder, LeaseBook(binder, self._deadline), Reader(binder), [0], default_timeout)
         self.name: Final = name
         self._session = session

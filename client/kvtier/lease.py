@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -385,11 +385,10 @@ class LeaseBook:
         )
         for chain in request.chains:
             chain.counted = for_read or not self._binder.asked.read(chain.keys)
-        binding = self._binder.binding
-        answers: Iterator[blocks_pb2.AcquiredChain] = iter(())
+        binding, reply = self._binder.binding, blocks_pb2.AcquireResponse()
         if request.chains or not chains:
             binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
-            answers = iter(reply.chains)
+        answers = iter(reply.chains)
         none = blocks_pb2.AcquiredChain(refusal="TOO_SHORT" if min_blocks else "")  # of a prompt shorter than a block
         acquired = []
         for keys in packed:
