@@ -393,7 +393,7 @@ class Binder:
                 release = blocks_pb2.ReleaseRequest(
                     cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
                 )
-                self.begin_later(self._until_answered(binding, release))
+                self.later(self._until_answered(binding, release))
             raise
 
     async def release(
@@ -411,24 +411,20 @@ class Binder:
         )
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
-                return await self._release(binding, request, deadline)
-        self.begin_later(self._until_answered(binding, request))
+                return await self.session.call(_releasing(binding, request), deadline)
+        self.later(self._until_answered(binding, request))
 
-    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        await self.session.call(_releasing(binding, request), deadline)
-
-    def begin_later(self, work: Coroutine[Any, Any, None], what: str = "giving back what nobody heard of") -> None:
-        """Like :meth:`later`; drops work that the loop would not end."""
-        if self.session.torn_down:
-            work.close()
-        else:
-            self.later(asyncio.ensure_future(work), what)
-
-    def later(self, work: asyncio.Future[None], what: str) -> None:
-        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
-        self.returning.add(work)
-        work.add_done_callback(self.returning.discard)
-        self.session.spawn(_logged(work, what))
+    def later(
+        self, work: Coroutine[Any, Any, None] | asyncio.Future[None], what: str = "giving back what nobody heard of"
+    ) -> None:
+        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors. Drops work that
+        has not begun if the loop would not end it."""
+        if isinstance(work, Coroutine) and self.session.torn_down:
+            return work.close()
+        begun = asyncio.ensure_future(work)
+        self.returning.add(begun)
+        begun.add_done_callback(self.returning.discard)
+        self.session.spawn(_logged(begun, what))
 
     async def settle(self, deadline: Deadline) -> bool:
         """Waits for the releases under way. Returns False if there were none."""

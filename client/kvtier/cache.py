@@ -193,7 +193,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         try:
             await self._session.call(attempt, deadline)
         except UNHEARD:
-            self._binder.begin_later(self._binder.until_answered(attempt), "closing")
+            self._binder.later(self._binder.until_answered(attempt), "closing")
             raise
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:

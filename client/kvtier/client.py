@@ -153,9 +153,9 @@ class AsyncClient:
         Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
         :class:`PermissionDenied`, :class:`TierFull`.
         """
+        require_kind("spec", spec, CacheSpec, type(None))
         try:
             if spec is not None:
-                require_kind("spec", spec, CacheSpec)
                 spec.validate()
         except InvalidArgument as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None

@@ -448,7 +448,7 @@ class LeaseBook:
         if not lease._exposed:
             with suppress(RuntimeError):  # the loop is closed
                 what, release = "release of a forgotten lease", partial(self.release, [lease], PASSED, None)
-                self._loop.call_soon_threadsafe(lambda: self._binder.begin_later(release(), what))
+                self._loop.call_soon_threadsafe(lambda: self._binder.later(release(), what))
         return self._session.number == lease.binding.session
 
     async def commit(

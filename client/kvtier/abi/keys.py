@@ -227,5 +227,4 @@ def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[
 
 def _refuse_first_bad(field: str, values: Sequence[object], most: int) -> None:
     for index, value in enumerate(values):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise KeyChainError(f"{field}[{index}]", value, f"an integer from 0 to {most}")
+        require_int(f"{field}[{index}]", value, 0, most, KeyChainError)
