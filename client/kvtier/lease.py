@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 from weakref import WeakSet
 
@@ -69,9 +68,7 @@ class Hold:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.groups[0].cache.release(self)
 
 
