@@ -208,7 +208,7 @@ class Binder:
         session: Session,
         name: str,
         spec: CacheSpec | None,
-        budgets: Budgets,
+        budgets: Budgets | None,
         options: CacheOptions | None,
         device: str,
         *,
@@ -222,9 +222,11 @@ class Binder:
         self._name = name
         self._asked = spec
         self._spec = spec
-        self._budgets = budgets_to_wire(budgets)
-        self._options = None if options is None else options_to_wire(options)
-        self._device = device
+        self._wanted = {
+            "device": device,
+            "budgets": budgets_to_wire(budgets),
+            "options": None if options is None else options_to_wire(options),
+        }
         self._mapped = mapped
         self._binding: Binding | None = None
         self.asked: Final = Asked()
@@ -308,19 +310,11 @@ class Binder:
                 raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
             if self._binding is not None and self._binding.session == link.session:
                 return self._binding
-            request = message(
-                caches_pb2.OpenRequest,
-                name=self._name,
-                device=self._device if create else "",
-                seq=self.session.next_seq(),
-            )
             named = self._asked if create else None
-            if named is not None:
-                request.spec.CopyFrom(spec_to_wire(named))
-            if create:
-                request.budgets.extend(self._budgets)
-                if self._options is not None:
-                    request.options.CopyFrom(self._options)
+            wanted: dict[str, Any] = self._wanted if create else {}
+            told = None if named is None else spec_to_wire(named)
+            seq = self.session.next_seq()
+            request = message(caches_pb2.OpenRequest, name=self._name, spec=told, seq=seq, **wanted)
             reply = await send(link, lambda stubs: stubs.caches.Open, request)
             if reply.kept:
                 _log.warning("cache %s keeps its former budgets and write policy: %s", self._name, reply.kept)
@@ -399,7 +393,7 @@ class Binder:
                 release = blocks_pb2.ReleaseRequest(
                     cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
                 )
-                self.begin_later(self._until_answered(binding, release))
+                self.later(self._until_answered(binding, release))
             raise
 
     async def release(
@@ -417,24 +411,20 @@ class Binder:
         )
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
-                return await self._release(binding, request, deadline)
-        self.begin_later(self._until_answered(binding, request))
+                return await self.session.call(_releasing(binding, request), deadline)
+        self.later(self._until_answered(binding, request))
 
-    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        await self.session.call(_releasing(binding, request), deadline)
-
-    def begin_later(self, work: Coroutine[Any, Any, None], what: str = "giving back what nobody heard of") -> None:
-        """Like :meth:`later`; drops work that the loop would not end."""
-        if self.session.torn_down:
-            work.close()
-        else:
-            self.later(asyncio.ensure_future(work), what)
-
-    def later(self, work: asyncio.Future[None], what: str) -> None:
-        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
-        self.returning.add(work)
-        work.add_done_callback(self.returning.discard)
-        self.session.spawn(_logged(work, what))
+    def later(
+        self, work: Coroutine[Any, Any, None] | asyncio.Future[None], what: str = "giving back what nobody heard of"
+    ) -> None:
+        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors. Drops work that
+        has not begun if the loop would not end it."""
+        if isinstance(work, Coroutine) and self.session.torn_down:
+            return work.close()
+        begun = asyncio.ensure_future(work)
+        self.returning.add(begun)
+        begun.add_done_callback(self.returning.discard)
+        self.session.spawn(_logged(begun, what))
 
     async def settle(self, deadline: Deadline) -> bool:
         """Waits for the releases under way. Returns False if there were none."""

@@ -47,9 +47,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         mapped: bool,
         default_timeout: float,
     ) -> None:
-        binder = Binder(
-            session, name, spec, {} if budgets is None else budgets, options, device or "", write=write, mapped=mapped
-        )
+        binder = Binder(session, name, spec, budgets, options, device or "", write=write, mapped=mapped)
         super().__init__(binder, LeaseBook(binder, self._deadline), Reader(binder), [0], default_timeout)
         self.name: Final = name
         self._session = session
@@ -195,7 +193,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         try:
             await self._session.call(attempt, deadline)
         except UNHEARD:
-            self._binder.begin_later(self._binder.until_answered(attempt), "closing")
+            self._binder.later(self._binder.until_answered(attempt), "closing")
             raise
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:

@@ -231,8 +231,7 @@ class ChainPart:
     ) -> ChainPart:
         """Makes the part of a chain's last keys, one per block. ``parent``: of the chain's first key; None: the
         prompt's, else the block is a root. ``kept``: of all keys. Raises :class:`kvtier.errors.InvalidArgument`."""
-        if prompt is not None:
-            require_kind("prompt", prompt, Prompt)
+        require_kind("prompt", prompt, Prompt, type(None))
         before = len(chain) - len(blocks)
         if before:
             chain, parent, kept = chain[before:], chain[before - 1], kept.only(range(before, len(chain)))

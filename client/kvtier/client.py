@@ -76,8 +76,7 @@ def connect(
     require_timeout(timeout)
     require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
-    if address is not None:
-        require_kind("address", address, str, os.PathLike)
+    require_kind("address", address, str, os.PathLike, type(None))
     found = os.fspath(address) if address is not None else protocol.default_address()
 
     async def opened() -> AsyncClient:
@@ -154,8 +153,7 @@ class AsyncClient:
         Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
         :class:`PermissionDenied`, :class:`TierFull`.
         """
-        if spec is not None:
-            require_kind("spec", spec, CacheSpec)
+        require_kind("spec", spec, CacheSpec, type(None))
         try:
             if spec is not None:
                 spec.validate()
@@ -225,9 +223,8 @@ class AsyncClient:
     ) -> list[LeaseInfo]:
         """All leases, or the leases of a cache or a session, the oldest first. Raises :class:`kvtier.errors.NotFound`
         if the cache does not exist."""
-        _require_name(cache)
         number = 0 if session_id is None else wire.session_number(session_id)
-        request = wire.message(admin_pb2.LeasesRequest, cache=cache or "", session_id=number)
+        request = wire.message(admin_pb2.LeasesRequest, cache=_name(cache), session_id=number)
         reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
         return [wire.lease_info(each) for each in reply.leases]
 
@@ -244,9 +241,8 @@ class AsyncClient:
         Raises:
             NotFound: the cache does not exist.
         """
-        _require_name(cache)
         asked = wire.key_prefix("key", key, SHORTEST_PREFIX)
-        request = wire.message(admin_pb2.ExplainRequest, cache=cache or "", key=asked)
+        request = wire.message(admin_pb2.ExplainRequest, cache=_name(cache), key=asked)
         deadline = self._deadline(timeout)
         reply = await self._session.call(lambda link: send(link, lambda stubs: stubs.admin.Explain, request), deadline)
         now = explanation_from_wire(asked, reply)
@@ -279,12 +275,11 @@ class AsyncClient:
         Raises:
             NotFound: the cache does not exist.
         """
-        _require_name(cache)
         if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
             asked = wire.key_prefix("keys", keys, SHORTEST_PREFIX)
         else:
             asked = wire.packed_keys(keys)
-        request = wire.message(admin_pb2.HoldingsRequest, cache=cache or "", keys=asked)
+        request = wire.message(admin_pb2.HoldingsRequest, cache=_name(cache), keys=asked)
         return wire.holdings(await self._ask(lambda stubs: stubs.admin.Holdings, request, timeout))
 
     async def _ask(
@@ -356,8 +351,6 @@ class AsyncClient:
         """
         if older_than is not None:
             require_within("older_than", older_than, 1e-9, MOST_SECONDS, "above 0 seconds")
-        if keep_bytes is not None:
-            require_within("keep_bytes", keep_bytes, 0, (1 << 64) - 1, "0 bytes or more")
         if isinstance(caches, str):
             raise InvalidArgument("caches", caches, "a list, even of one")
         request = wire.message(
@@ -390,10 +383,11 @@ class AsyncClient:
         await self.close()
 
 
-def _require_name(cache: str | None) -> None:
-    """Raises :class:`InvalidArgument` for an empty name, which means all caches on the wire."""
+def _name(cache: str | None) -> str:
+    """The name on the wire, where an empty one means all caches. Raises :class:`InvalidArgument`."""
     if cache == "":
         raise InvalidArgument("cache", cache, "a cache's name")
+    return "" if cache is None else cache
 
 
 SHORTEST_PREFIX: Final = 4

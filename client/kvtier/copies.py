@@ -33,12 +33,6 @@ MAX_PART: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""
 
 
-_LONGEST_WAIT_S: Final = 0.25
-"""Most seconds between two tries of a get that finds no slot."""
-_LEAST_S: Final = 0.1
-"""Least seconds of such a try."""
-
-
 Way: TypeAlias = "MappedCopies | StreamedCopies"
 """The way that the bytes of a piece take."""
 
@@ -158,17 +152,14 @@ async def _with_room(
     way: Way, caches: Sequence[Owner], tier: Tier, keys: bytes, into: GroupRows, timeout: float
 ) -> dict[int, PrefixRows]:
     """Gets a piece. The daemon refuses at once while others hold all slots; they may release until the time is up."""
-    deadline, backoff = Deadline(timeout), Backoff(most=_LONGEST_WAIT_S)
+    deadline, backoff = Deadline(timeout), Backoff(most=0.25)
     while True:
         try:
-            return await way.get(caches, tier, keys, into, max(deadline.left(), _LEAST_S))
+            return await way.get(caches, tier, keys, into, max(deadline.left(), 0.1))
         except TierFull as full:
-            if not full.holders:
+            if not full.holders or not deadline.left():
                 raise
-            left, delay = deadline.left(), backoff.next()
-            await asyncio.sleep(min(delay, left))
-            if delay >= left:
-                raise
+            await asyncio.sleep(min(backoff.next(), deadline.left()))
 
 
 def is_whole(caches: Sequence[Owner]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,6 +23,8 @@ from kvtier.abi.spec import InvalidArgument as InvalidArgument  # noqa: PLC0414
 from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414
 from kvtier.types import Tier, clean
 from kvtier.v1 import blocks_pb2, common_pb2
+
+N = TypeVar("N", bound=float)
 
 
 class RetryableError(KvtierError):
@@ -74,14 +76,15 @@ class DamagedTransfer(RetryableError):
     """Bytes were damaged on the way. A put stored none of them; the targets of a get do not hold the blocks."""
 
 
-def require_within(field: str, value: float, low: float, high: float, limit: str = "") -> None:
-    """Raises :class:`InvalidArgument` for a number below ``low`` or above ``high``, and for a value that is no number,
-    or no whole number where ``high`` is an ``int``."""
+def require_within(field: str, value: N, low: float, high: float, limit: str = "") -> N:
+    """Returns the value. Raises :class:`InvalidArgument` for a number below ``low`` or above ``high``, and for a value
+    that is no number, or no whole number where ``high`` is an ``int``."""
     limit = limit or f"{low} to {high}"
     if not isinstance(value, Integral if isinstance(high, int) else Real) or isinstance(value, bool):
         raise InvalidArgument(field, repr(value), f"{limit}, as a {'whole ' * isinstance(high, int)}number")
     if not low <= value <= high:
         raise InvalidArgument(field, value, limit)
+    return value
 
 
 def require_kind(field: str, value: object, *kinds: type) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 from weakref import WeakSet
 
@@ -69,9 +68,7 @@ class Hold:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.groups[0].cache.release(self)
 
 
@@ -385,11 +382,10 @@ class LeaseBook:
         )
         for chain in request.chains:
             chain.counted = for_read or not self._binder.asked.read(chain.keys)
-        binding = self._binder.binding
-        answers: Iterator[blocks_pb2.AcquiredChain] = iter(())
+        binding, reply = self._binder.binding, blocks_pb2.AcquireResponse()
         if request.chains or not chains:
             binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
-            answers = iter(reply.chains)
+        answers = iter(reply.chains)
         none = blocks_pb2.AcquiredChain(refusal="TOO_SHORT" if min_blocks else "")  # of a prompt shorter than a block
         acquired = []
         for keys in packed:
@@ -449,7 +445,7 @@ class LeaseBook:
         if not lease._exposed:
             with suppress(RuntimeError):  # the loop is closed
                 what, release = "release of a forgotten lease", partial(self.release, [lease], PASSED, None)
-                self._loop.call_soon_threadsafe(lambda: self._binder.begin_later(release(), what))
+                self._loop.call_soon_threadsafe(lambda: self._binder.later(release(), what))
         return self._session.number == lease.binding.session
 
     async def commit(

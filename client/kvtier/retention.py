@@ -130,8 +130,7 @@ def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
 
 
 def check_priority(field: str, value: int) -> int:
-    require_within(field, value, 0, MAX_PRIORITY)
-    return value
+    return require_within(field, value, 0, MAX_PRIORITY)
 
 
 def duration_ms(field: str, seconds: float | None) -> int:
@@ -162,14 +161,10 @@ def _each(field: str, count: int, given: object, checked: Callable[[str, Any], i
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
     """The message of a chain to acquire; blocks in no range keep their retention. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
-    if count:
-        require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
-    else:  # a prompt shorter than a block has no keys; ``min_blocks`` above 0 is not the caller's mistake
-        require_within("min_blocks", min_blocks, 0, _MAX_MIN_BLOCKS)
-    if retention is None:
-        return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
-    require_kind("retention", retention, Retention)
-    kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
+    most = count or _MAX_MIN_BLOCKS  # above 0 is no mistake for a prompt shorter than a block, which has no keys
+    require_within("min_blocks", min_blocks, 0, most, f"0 to {most}, the blocks of the chain")
+    require_kind("retention", retention, Retention, type(None))
+    kept = BlockRetention() if retention is None else retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms
     )

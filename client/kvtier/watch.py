@@ -98,8 +98,7 @@ class Start:
     since_time_ns: int | None = None
 
     def __post_init__(self) -> None:
-        if self.since is not None:
-            errors.require_kind("since", self.since, Cursor)
+        errors.require_kind("since", self.since, Cursor, type(None))
         given = (self.since is not None, self.oldest, self.snapshot, self.since_time_ns is not None)
         if sum(given) > 1:
             raise errors.InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")

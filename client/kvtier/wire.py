@@ -348,14 +348,12 @@ def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
 
 def session_number(session_id: int) -> int:
     """A session's number, checked. Raises :class:`InvalidArgument`."""
-    require_within("session_id", session_id, 1, (1 << 64) - 1, "1 to 2^64 - 1")
-    return session_id
+    return require_within("session_id", session_id, 1, (1 << 64) - 1, "1 to 2^64 - 1")
 
 
 def _u64(field: str, value: int) -> int:
     """A u64, checked here because protobuf's own error names no field."""
-    require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
-    return value
+    return require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
 
 
 def _bytes(field: str, value: types.AnySize) -> int:
@@ -371,9 +369,9 @@ def recompute_to_wire(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
-    require_kind("budgets", budgets, Mapping)
-    return [_budget(tier, asked) for tier, asked in budgets.items()]
+def budgets_to_wire(budgets: Budgets | None) -> list[caches_pb2.TierBudget]:
+    require_kind("budgets", budgets, Mapping, type(None))
+    return [_budget(tier, asked) for tier, asked in (budgets or {}).items()]
 
 
 def _budget(tier: types.AnyTier, asked: types.AnySize | Sequence[types.AnySize]) -> caches_pb2.TierBudget:
@@ -390,20 +388,23 @@ def _budget(tier: types.AnyTier, asked: types.AnySize | Sequence[types.AnySize])
 def options_to_wire(options: types.CacheOptions) -> caches_pb2.CacheOptions:
     require_kind("options", options, types.CacheOptions)
     require_kind("options.write_policy", options.write_policy, types.WritePolicy)
+    require_kind("options.thresholds", options.thresholds, Mapping)
     return message(
         caches_pb2.CacheOptions,
         write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
         eviction=options.eviction,
         event_hash=options.event_hash,
         keep_tokens=options.keep_tokens,
-        thresholds=[
-            message(
-                caches_pb2.EdgeThreshold, to=tier_to_wire(below), min_priority=least, **{"from": tier_to_wire(above)}
-            )
-            for (above, below), least in options.thresholds.items()
-        ],
+        thresholds=[_threshold(edge, least) for edge, least in options.thresholds.items()],
         checksum=options.checksum,
     )
+
+
+def _threshold(edge: tuple[types.AnyTier, types.AnyTier], least: int) -> caches_pb2.EdgeThreshold:
+    if not isinstance(edge, tuple) or len(edge) != 2:
+        raise InvalidArgument("options.thresholds", edge, "least priorities by edge, a tuple of two tiers")
+    above, below = map(tier_to_wire, edge)
+    return message(caches_pb2.EdgeThreshold, to=below, min_priority=least, **{"from": above})
 
 
 def options_from_wire(message: caches_pb2.CacheOptions) -> types.CacheOptions:

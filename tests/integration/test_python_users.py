@@ -274,6 +274,9 @@ WRONG = {
     "budgets = 5: must be of type Mapping": lambda _, client: client.open_cache("x", SPEC, budgets=5),
     "budgets[host] = True: must be": lambda _, client: client.open_cache("x", SPEC, budgets={"host": True}),
     "options = {}: must be of type CacheOptions": lambda _, client: client.open_cache("x", SPEC, options={}),
+    "options.thresholds = host: must be": lambda _, client: client.open_cache(
+        "x", SPEC, options=CacheOptions(thresholds={"host": 5})
+    ),
     "types = stored: must be a list": lambda _, client: client.watch(types="stored"),
     "since = 5: must be of type Cursor": lambda _, client: client.watch(since=5),
     "session_id = '4': must be 1 to 2^64 - 1": lambda _, client: client.kick("4"),

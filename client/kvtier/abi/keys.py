@@ -36,7 +36,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.spec import InvalidArgument, require_int
+from kvtier.abi.spec import InvalidArgument, require_all, require_int
 
 KEY_BYTES: Final = 32
 KEY_DTYPE: Final = np.dtype(f"V{KEY_BYTES}")
@@ -83,8 +83,7 @@ class Scope:
             require_int("scope.lora_id", self.lora_id, 0, 2**64 - 1, KeyChainError)
         if not isinstance(self.salt, str | None):
             raise KeyChainError("scope.salt", self.salt, "text")
-        if not isinstance(self.multimodal, Sequence) or not all(isinstance(i, MultimodalItem) for i in self.multimodal):
-            raise KeyChainError("scope.multimodal", self.multimodal, "a tuple of MultimodalItem")
+        require_all("scope.multimodal", self.multimodal, MultimodalItem, KeyChainError)
 
 
 PLAIN: Final = Scope()
@@ -228,5 +227,4 @@ def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[
 
 def _refuse_first_bad(field: str, values: Sequence[object], most: int) -> None:
     for index, value in enumerate(values):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise KeyChainError(f"{field}[{index}]", value, f"an integer from 0 to {most}")
+        require_int(f"{field}[{index}]", value, 0, most, KeyChainError)

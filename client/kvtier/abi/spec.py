@@ -111,6 +111,11 @@ def require_int(field: str, value: object, low: int, high: int, error: type[Inva
     return value
 
 
+def require_all(field: str, values: object, kind: type, error: type[InvalidArgument]) -> None:
+    if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in values):
+        raise error(field, values, f"a tuple of {kind.__name__}")
+
+
 def padded(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``PAGE``."""
     return -(-nbytes // PAGE) * PAGE
@@ -193,28 +198,22 @@ class CacheSpec:
 
     def validate(self) -> None:
         """Raises :class:`SpecError` naming the first field at fault."""
-        if (
-            not isinstance(self.model, str)
-            or not self.model.isprintable()
-            or not 1 <= len(self.model.encode()) <= _MAX_MODEL_BYTES
-        ):
-            raise SpecError("model", self.model, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
+        _check_text("model", self.model)
         _check_dtype("dtype", self.dtype)
         require_int("tokens_per_block", self.tokens_per_block, 1, _MAX_TOKENS_PER_BLOCK, SpecError)
         require_int("world_size", self.world_size, 1, _MAX_WORLD_SIZE, SpecError)
         require_int("rank", self.rank, 0, self.world_size - 1, SpecError)
-        _require_all("groups", self.groups, WindowGroupSpec)
+        require_all("groups", self.groups, WindowGroupSpec, SpecError)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise SpecError("groups", len(self.groups), f"1 to {MAX_GROUPS} groups")
         for index, group in enumerate(self.groups):
-            _require_all(f"groups[{index}].pools", group.pools, PoolSpec)
+            require_all(f"groups[{index}].pools", group.pools, PoolSpec, SpecError)
             self._validate_group(index, group)
         if len(self.identity) > _MAX_IDENTITY:
             raise SpecError("identity", f"{len(self.identity)} names", f"at most {_MAX_IDENTITY} names")
         for name, value in self.identity.items():
             for text in (name, value):
-                if not text.isprintable() or not 1 <= len(text.encode()) <= _MAX_MODEL_BYTES:
-                    raise SpecError(f"identity[{name}]", text, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
+                _check_text(f"identity[{name}]", text)
 
     def _validate_group(self, index: int, group: WindowGroupSpec) -> None:
         where = f"groups[{index}]"
@@ -332,9 +331,9 @@ class CacheSpec:
         return spec
 
 
-def _require_all(field: str, values: object, kind: type) -> None:
-    if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in values):
-        raise SpecError(field, values, f"a tuple of {kind.__name__}")
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str) or not value.isprintable() or not 1 <= len(value.encode()) <= _MAX_MODEL_BYTES:
+        raise SpecError(field, value, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
 
 
 def _check_dtype(field: str, value: str) -> None:

@@ -67,7 +67,10 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt:
         specs = {each.name: each.spec for each in await client.caches()}
         if cache not in specs:
             raise NotFound(f"no such cache that you may read: {cache}", reason="UNKNOWN_CACHE")
-        return await client.holdings(chain_keys(wanted, specs[cache].tokens_per_block, scope), cache=cache)
+        step = specs[cache].tokens_per_block
+        if len(wanted) < step:
+            raise NotFound(f"the prompt is shorter than a block of {step} tokens", reason="TOO_SHORT")
+        return await client.holdings(chain_keys(wanted, step, scope), cache=cache)
 
     told = daemon.ask(found)
     ambiguous = isinstance(wanted, bytes) and len(told.keys) > 1

@@ -180,8 +180,7 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     host, target = found[1] or found[2], found[0]
     if tls is None and not insecure:
         raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")
-    if tls is not None:
-        require_kind("tls", tls, TlsFiles)
+    require_kind("tls", tls, TlsFiles, type(None))
     if tls is not None and insecure:
         raise InvalidArgument("insecure", insecure, "False where tls is given")
     if tls is None and not protocol.is_loopback(host):

@@ -410,7 +410,8 @@ class Daemon:
         tls = self._config.peer_tls
         files = None if tls is None else (tls.cert, tls.key, tls.client_ca)
         addresses = [peer.address for peer in self._config.peers]
-        return Fleet(addresses, files, self._fingerprints, self._identity.history)
+        history = self._identity.history
+        return Fleet(addresses, files, lambda: {each.name: each.fingerprint for each in self._catalog}, history)
 
     def _made_remote(self, store: RemoteStore | None) -> RemoteTier | None:
         peers: dict[str, RemoteStore] = {}
@@ -425,9 +426,6 @@ class Daemon:
             *(self._engine, self._hub, self._catalog, self._config.remote, store, peers, generations),
             self._directories.forgotten,
         )
-
-    def _fingerprints(self) -> dict[str, bytes]:
-        return {cache.name: cache.fingerprint for cache in self._catalog}
 
     def reload(self, fresh: Config) -> None:
         """Takes over the changed keys in :data:`LIVE`. Other changed keys become :attr:`config_problems`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -47,17 +47,10 @@ def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, least: int = 1)
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
     listed = _split(packed)
     if len(set(listed)) < len(listed):
-        _refuse_first_repeated(field, listed)
+        first = {key: index for index, key in reversed([*enumerate(listed)])}
+        index, key = next((index, key) for index, key in enumerate(listed) if first[key] < index)
+        raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first[key]}]")
     return listed
-
-
-def _refuse_first_repeated(field: str, values: list[Key]) -> NoReturn:
-    seen: dict[Key, int] = {}
-    for index, key in enumerate(values):
-        first = seen.setdefault(key, index)
-        if first != index:
-            raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first}]")
-    raise AssertionError("no value is repeated")
 
 
 def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
@@ -103,9 +96,7 @@ def tier(field: str, value: int, allowed: Collection[Tier]) -> Tier:
     """The tier of ``value``. ``allowed``: the tiers that the cache has and the verb can use."""
     found = TIER_FROM_WIRE.get(value)
     if found is None or found not in allowed:
-        names = (
-            " or ".join(str(each) for each in sorted(allowed)) or "a tier that the cache has; it has none for this call"
-        )
+        names = " or ".join(map(str, sorted(allowed))) or "a tier that the cache has; it has none for this call"
         raise bad_argument(field, str(found) if found is not None else _tier_name(value), names)
     return found
 
