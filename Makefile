@@ -7,7 +7,7 @@ GPU_PYTHON ?= python3
 
 .PHONY: help
 help:
-	@echo "make demo       real LLM traffic through three tiers, then vLLM if ENGINES=DIR has it; sets up .venv-demo alone"
+	@echo "make demo       real LLM traffic through three tiers, then a model if ENGINES=DIR has vLLM or transformers; sets up .venv-demo alone"
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
 	@echo "make test-engines  kvtier in real engines on the CPU; ENGINES=DIR takes their environment from there"
@@ -43,7 +43,7 @@ stubs: .venv/.stamp .venv-stubs/.stamp
 
 .venv-docs/.stamp: constraints-dev.txt .ci/venv.sh
 	@echo "kvtier: installing into .venv-docs"
-	@bash .ci/venv.sh .venv-docs -c constraints-dev.txt mkdocs 'mkdocstrings[python]'
+	@bash .ci/venv.sh .venv-docs -c constraints-dev.txt mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 .PHONY: docs
@@ -126,14 +126,19 @@ $(DEMO)/.stamp: pyproject.toml .ci/venv.sh
 	@bash .ci/venv.sh $(DEMO) -e '.[daemon]'
 	@touch $@
 
+# Ends with 0 if a Python has the daemon and the module that is named after this.
+HAS := -c 'import sys, importlib.util as u; sys.exit(None in map(u.find_spec, sys.argv[1:]))' kvtierd
+
 .PHONY: demo
 demo: $(DEMO)/.stamp
 	@$(DEMO)/bin/python examples/demo.py
-	@if [ -x "$(ENGINES)/bin/vllm" ] && [ -x "$(ENGINES)/bin/kvtierd" ]; then \
-	    echo && "$(ENGINES)/bin/python" examples/vllm_two_engines.py; \
-	else \
-	    echo "With vLLM, in its environment: pip install '.[daemon]' && python examples/vllm_two_engines.py"; \
-	fi
+	@for example in vllm_two_engines transformers_two_processes; do \
+	    for python in "$(ENGINES)/bin/python" "$(DEMO)/bin/python"; do \
+	        if "$$python" $(HAS) "$${example%%_*}" 2>/dev/null; then echo; exec "$$python" examples/$$example.py; fi; \
+	    done; \
+	done; \
+	echo "With vLLM, in its environment: pip install '.[daemon]' && python examples/vllm_two_engines.py"; \
+	echo "With transformers, in its environment: the same, and python examples/transformers_two_processes.py"
 
 .PHONY: clean
 clean:

@@ -1,5 +1,4 @@
-"""Hooks of mkdocs.yml: pages link to files beside docs/, fences say how they are tested, and docstrings have
-reStructuredText's roles."""
+"""Hooks of mkdocs.yml: README as home, docstrings in docs/api.md, links that leave the site as names, plain fences."""
 
 import logging
 import re
@@ -8,23 +7,29 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./|(?=[\w-]+\.json))([^)#]*)[^)]*\)")
-_FENCE = re.compile(r"^(```\w+) \S+$", re.MULTILINE)
-_ROLE = re.compile(r":(?:class|meth|func|attr|data|mod):<code>~?([^<]*)</code>")
+_NAME = re.compile(r"(?m)(?<=^\| )`([\w.]+)`")
+_SOURCE = "".join(path.read_text() for path in ROOT.glob("client/kvtier/**/*.py"))
+_DEFAULTS = dict(re.findall(r"(?m)^(DEFAULT_\w+): Final = (\S+)$", _SOURCE))
 
-_log = logging.getLogger("mkdocs.hooks")
+
+def on_files(files: Any, config: Any) -> None:
+    text = re.sub(r"\]\((?=\w+[/.])", "](../", (ROOT / "README.md").read_text()).replace("](../docs/", "](")
+    files.append(type(next(iter(files))).generated(config, "index.md", content=text))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files that are not in the site become their names, once the files are found. A fence keeps its language
-    alone: Markdown's own parser knows no more."""
-
     def named(link: re.Match[str]) -> str:
         if not any((folder / link[2]).exists() for folder in (ROOT, ROOT / "docs")):
-            _log.warning("%s: no file %s", page.file.src_path, link[2])
+            logging.getLogger("mkdocs.hooks").warning("%s: no file %s", page.file.src_path, link[2])
         return link[1] if link[1].endswith(link[2].rpartition("/")[2]) else f"{link[1]} (`{link[2]}`)"
 
-    return _FENCE.sub(r"\1", _OUTSIDE.sub(named, markdown))
+    if page.file.src_path == "api.md":
+        for part in markdown.split("\n## "):
+            markdown = markdown.replace(part, part + "".join(f"\n::: kvtier.{each}" for each in _NAME.findall(part)))
+        markdown = _NAME.sub(r"[`\1`][kvtier.\1]", markdown)
+    return re.sub(r"(?m)^(```\w+) \S+$", r"\1", _OUTSIDE.sub(named, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    return _ROLE.sub(r"<code>\1</code>", html)
+    html = re.sub(r"\bDEFAULT_\w+\b", lambda name: _DEFAULTS.get(name[0], name[0]), html)
+    return re.sub(r":(?:class|meth|func|attr|data|mod):<code>~?([^<]*)</code>", r"<code>\1</code>", html)

@@ -1,9 +1,8 @@
 """Runs the tests, then each failed test once more: `run_tests.py [PYTEST-OPTION...] [FILE...]`.
 
-A failed test runs again in a pytest session of its own, after the others have ended: no other test runs beside it, and
-nothing that a failed test left behind reaches it. The session has one xdist worker, so a test that ends its process
-fails there, too. A test that passes the second time is flaky. Tests that failed twice and more than `MOST_FLAKY` flaky
-tests fail the run. The last lines name both. Collection errors, interrupts and internal errors fail the run at once.
+A failed test runs again, after the others, in a pytest session of its own with one xdist worker: a test that ends its
+process fails there, too. A test that then passes is flaky. Tests that failed twice, and more than `MOST_FLAKY`
+flaky tests, fail the run; the last lines name both. Collection errors, interrupts and internal errors fail it at once.
 """
 
 import subprocess

@@ -59,7 +59,7 @@ MASKED: Final = (
 def blocks() -> dict[str, str]:
     """The first blocks of commands under 'Install as a service' in docs/operations.md, by the name they have here."""
     section = (ROOT / "docs" / "operations.md").read_text().partition("## Install as a service\n")[2]
-    found = re.findall(r"^```sh by-hand\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```sh \S+\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     texts = [text.replace("'.[daemon]'", "'kvtier[daemon]'") for text in found]  # the guest has wheels, and no clone
     return dict(zip(BLOCKS, texts, strict=False))
 

@@ -118,7 +118,7 @@ def kvtier(job: Job) -> Iterator[Engine]:
 
     # A slot of the disk also has a header.
     sizes = {Tier.HOST: job.memory_bytes, Tier.DISK: job.disk * (job.block_bytes + PAGE)}
-    daemon = PrivateDaemon(sizes, keep=Path(job.home))
+    daemon = PrivateDaemon(sizes)
     with asyncio.Runner() as runner:
         runner.run(daemon.__aenter__())
         try:

@@ -23,8 +23,8 @@ _KVTIER_COMPLETE=zsh_source "$opt/bin/kvtier" > "$usr/share/zsh/vendor-completio
 _KVTIER_COMPLETE=fish_source "$opt/bin/kvtier" > "$usr/share/fish/vendor_completions.d/kvtier.fish"
 /usr/bin/python3 -m venv "$work/tools"
 "$work/tools/bin/pip" install -q click-man
-PYTHONPATH=$site "$work/tools/bin/python" deploy/manpages.py "$usr/share/man/man1" "$version"
-gzip -9n "$usr"/share/man/man1/*.1
+PYTHONPATH=$site "$work/tools/bin/python" deploy/manpages.py "$usr/share/man" "$version"
+gzip -9n "$usr"/share/man/man?/*
 
 "$opt/bin/pip" uninstall -qy pip setuptools
 grep -rlIF "$tree" "$opt/bin" "$opt/pyvenv.cfg" | xargs sed -i "s|$tree||g"

@@ -39,8 +39,8 @@ SPEC = replay_spec(block_bytes=16 * 1024)
 SLOTS = TierSlots(device=200, host=800, disk=6_000)
 TOKENS_PER_BLOCK = 512
 """Of the trace (examples/traces/README.md)."""
-PREFILL_TOKENS_PER_S = 10_000
-"""Of the engine in the example: about an 8B model on one GPU."""
+MEASURED = (1_280, 2_761, 51)
+"""Tokens of a prompt, milliseconds to its first token computed and loaded (docs/benchmarks.md#engines)."""
 
 ENOUGH_HITS = 2_000
 ENOUGH_DISK_HITS = 500
@@ -154,12 +154,15 @@ def gain(report: ReplayReport, requests: list[Request]) -> str:
     found = sum(report.hits.values())
     alone = blocks_found("lru", {Tier.DEVICE: SLOTS.device}, chains)
     lru, belady = (blocks_found(policy, {Tier.HOST: all_slots}, chains) for policy in ("lru", BELADY))
-    tokens = found * TOKENS_PER_BLOCK
+    tokens, (measured, computed_ms, loaded_ms) = found * TOKENS_PER_BLOCK, MEASURED
+    saved_ms = tokens / measured * (computed_ms - loaded_ms)
     return (
         f"kvtier found {found:,} blocks. An engine alone, with the device's {SLOTS.device} blocks, finds {alone:,}; "
         f"{all_slots:,} blocks in one memory find {lru:,} under LRU and {belady:,} at best (Belady's rule, which knows "
-        f"the future).\nThe blocks found are {size(found * SPEC.block_bytes(0))} and {tokens:,} tokens: an engine that "
-        f"computes {PREFILL_TOKENS_PER_S:,} tokens/s computes them in {tokens / PREFILL_TOKENS_PER_S:.0f} s.\n"
+        f"the future).\nThe blocks found are {size(found * SPEC.block_bytes(0))} and {tokens:,} tokens. vLLM on two "
+        f"CPU cores computes {measured:,} tokens of a small Llama in {computed_ms:,} ms and loads them in {loaded_ms} "
+        f"ms (docs/benchmarks.md).\nAt that rate the blocks found save {saved_ms:,.0f} ms, for each request "
+        f"{saved_ms / len(requests):,.0f} ms to the first token.\n"
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -172,6 +173,7 @@ async def run(model: Mapping[str, Any]) -> str:
 def main(named: Sequence[str]) -> str:
     if find_spec("vllm") is None:
         return f"{sys.executable} has no vLLM: run the example by a Python that has vLLM and kvtier"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the engine and removes the model, as Ctrl-C does
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     print(

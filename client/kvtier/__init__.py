@@ -9,7 +9,8 @@
     with kvtier.Client() as client:  # the same without an event loop
         cache = client.open_cache("llama", spec)
 
-``__init__.pyi`` lists the public names. A name is imported at its first use: ``import kvtier.abi`` costs no gRPC.
+``dir(kvtier)`` lists the public names, and docs/api.md has a line for each. A name is imported at its first use:
+``import kvtier.abi`` costs no gRPC.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
 from kvtier.asked import Asked
-from kvtier.buffers import Reach, Rows, Slots
+from kvtier.buffers import Reach, Rows
 from kvtier.deadline import Deadline
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
@@ -34,7 +34,7 @@ from kvtier.session import Session
 from kvtier.transport import Link, Stubs
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
+from kvtier.wire import Budgets, budgets_to_wire, cache_info, message, options_to_wire, spec_to_wire
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
@@ -108,9 +108,6 @@ class MappedArena:
         # A daemon thread, not an executor's: it does not delay the end of the process.
         Thread(target=_touched, args=[self._segments], name="kvtier-touch", daemon=True).start()
 
-    def slots(self, tier: Tier, group: int) -> int:
-        return self.layout.groups[group].slots[tier]
-
     @property
     def memories(self) -> Collection[Memory]:
         return self._memories.values()
@@ -121,9 +118,8 @@ class MappedArena:
         memory = self._memories.get(tier)
         if memory is None:
             why = self.unmapped.get(tier, f"the cache has no {tier} tier")
-            raise errors.CallerError(
-                f"slots of the {tier} tier are not mapped in this process: {why}", reason="CANNOT_MAP"
-            )
+            message = f"slots of the {tier} tier are not mapped in this process: {why}"
+            raise errors.CallerError(message, reason="CANNOT_MAP")
         return memory
 
     def reach(self, tier: Tier | None) -> Reach | None:
@@ -144,11 +140,6 @@ class MappedArena:
         """Copies blocks into slots and returns when the copy has ended. Pages of :class:`kvtier.Planes` that have only
         a part of a block write only that part."""
         self.memory(tier).write(group, slots, blocks)
-
-    def read(self, tier: Tier, group: int, slots: Slots, blocks: Rows) -> None:
-        """Copies slots into blocks and returns when the copy has ended. Raises :class:`IndexError` for a slot that does
-        not exist."""
-        self.memory(tier).read(group, slots, blocks)
 
     def generations(self, tier: Tier, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         now: NDArray[np.uint64] = self._generations[tier, group][slots]
@@ -189,7 +180,6 @@ Request = TypeVar("Request")
 Asking = TypeVar("Asking", bound=OfCache)
 Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest, blocks_pb2.JoinRequest)
 Response = TypeVar("Response")
-Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -218,7 +208,7 @@ class Binder:
         session: Session,
         name: str,
         spec: CacheSpec | None,
-        budgets: Budgets,
+        budgets: Budgets | None,
         options: CacheOptions | None,
         device: str,
         *,
@@ -232,9 +222,11 @@ class Binder:
         self._name = name
         self._asked = spec
         self._spec = spec
-        self._budgets = dict(budgets)
-        self._options = options
-        self._device = device
+        self._wanted = {
+            "device": device,
+            "budgets": budgets_to_wire(budgets),
+            "options": None if options is None else options_to_wire(options),
+        }
         self._mapped = mapped
         self._binding: Binding | None = None
         self.asked: Final = Asked()
@@ -318,15 +310,11 @@ class Binder:
                 raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
             if self._binding is not None and self._binding.session == link.session:
                 return self._binding
-            request = caches_pb2.OpenRequest(name=self._name, seq=self.session.next_seq())
             named = self._asked if create else None
-            if named is not None:
-                request.spec.CopyFrom(spec_to_wire(named))
-            if create:
-                request.device = self._device
-                request.budgets.extend(budgets_to_wire(self._budgets))
-                if self._options is not None:
-                    request.options.CopyFrom(options_to_wire(self._options))
+            wanted: dict[str, Any] = self._wanted if create else {}
+            told = None if named is None else spec_to_wire(named)
+            seq = self.session.next_seq()
+            request = message(caches_pb2.OpenRequest, name=self._name, spec=told, seq=seq, **wanted)
             reply = await send(link, lambda stubs: stubs.caches.Open, request)
             if reply.kept:
                 _log.warning("cache %s keeps its former budgets and write policy: %s", self._name, reply.kept)
@@ -405,7 +393,7 @@ class Binder:
                 release = blocks_pb2.ReleaseRequest(
                     cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
                 )
-                self.later(asyncio.ensure_future(self._until_answered(binding, release)))
+                self.later(self._until_answered(binding, release))
             raise
 
     async def release(
@@ -423,17 +411,20 @@ class Binder:
         )
         if self.session.reachable:
             with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
-                return await self._release(binding, request, deadline)
-        self.later(asyncio.ensure_future(self._until_answered(binding, request)))
+                return await self.session.call(_releasing(binding, request), deadline)
+        self.later(self._until_answered(binding, request))
 
-    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        await self.session.call(_releasing(binding, request), deadline)
-
-    def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
-        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
-        self.returning.add(work)
-        work.add_done_callback(self.returning.discard)
-        self.session.spawn(_logged(work, what))
+    def later(
+        self, work: Coroutine[Any, Any, None] | asyncio.Future[None], what: str = "giving back what nobody heard of"
+    ) -> None:
+        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors. Drops work that
+        has not begun if the loop would not end it."""
+        if isinstance(work, Coroutine) and self.session.torn_down:
+            return work.close()
+        begun = asyncio.ensure_future(work)
+        self.returning.add(begun)
+        begun.add_done_callback(self.returning.discard)
+        self.session.spawn(_logged(begun, what))
 
     async def settle(self, deadline: Deadline) -> bool:
         """Waits for the releases under way. Returns False if there were none."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.attention import Needed
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, require_kind
 from kvtier.memory.arrays import (
     Bytes,
     CudaArray,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvtier.abi.cuda.views import DeviceView
     from kvtier.memory.gpu import Fence, Gpu
 
+T = TypeVar("T")
 
 _DTYPES: Final = {"float8_e4m3": "float8_e4m3fn"}
 """Maps dtypes of :class:`kvtier.CacheSpec` to torch's names where these differ."""
@@ -174,6 +175,7 @@ def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
 
 
 def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequence[Block]:
+    require_kind(field, blocks, Sized)
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, bytes | bytearray) else one for one in blocks]
@@ -307,8 +309,8 @@ _PARTS: Final = 8
 Slots: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
 
 
-async def run_copy(copy: Callable[[], None], nbytes: int, *, waits: bool = False) -> None:
-    """Runs a copy without holding up the event loop.
+async def run_copy(copy: Callable[[], T], nbytes: int, *, waits: bool = False) -> T:
+    """Runs a copy without holding up the event loop, and returns its result.
 
     A cancelled caller still waits for the copy to end: the memory is the caller's, or held by a lease.
 
@@ -317,13 +319,9 @@ async def run_copy(copy: Callable[[], None], nbytes: int, *, waits: bool = False
         waits: the copy waits for a device, so it never runs on the loop.
     """
     if nbytes <= INLINE_BYTES and not waits:
-        copy()
-    else:
-        # Not asyncio.to_thread: its task is cancelled, and its thread forgotten, when the loop is torn down.
-        await _to_the_end(asyncio.get_running_loop().run_in_executor(None, copy))
-
-
-async def _to_the_end(copying: asyncio.Future[None]) -> None:
+        return copy()
+    # Not asyncio.to_thread: its task is cancelled, and its thread forgotten, when the loop is torn down.
+    copying = asyncio.get_running_loop().run_in_executor(None, copy)
     cancelled: asyncio.CancelledError | None = None
     while not copying.done():
         try:
@@ -332,7 +330,7 @@ async def _to_the_end(copying: asyncio.Future[None]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-    copying.result()
+    return copying.result()
 
 
 def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:

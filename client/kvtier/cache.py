@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, overload
@@ -12,7 +11,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, MappedArena, send
 from kvtier.buffers import Blocks
 from kvtier.chains import Prompt
-from kvtier.errors import CallerError, InvalidArgument, require_within
+from kvtier.errors import CallerError, InvalidArgument, require_kind, require_within
 from kvtier.groups import AcrossGroups, ChainVerbs
 from kvtier.lease import Lease, LeaseBook, ReadLease, WriteLease
 from kvtier.memory.gpu import Fence, Stream, fence_over
@@ -48,7 +47,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         mapped: bool,
         default_timeout: float,
     ) -> None:
-        binder = Binder(session, name, spec, budgets or {}, options, device or "", write=write, mapped=mapped)
+        binder = Binder(session, name, spec, budgets, options, device or "", write=write, mapped=mapped)
         super().__init__(binder, LeaseBook(binder, self._deadline), Reader(binder), [0], default_timeout)
         self.name: Final = name
         self._session = session
@@ -150,6 +149,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         """
 
         async def take() -> Lease:
+            require_kind("ticket", ticket, LeaseTicket)
             if ticket.cache != self.name:
                 raise InvalidArgument("ticket.cache", ticket.cache, f"{self.name}, the cache that joins")
             if isinstance(ticket, WriteTicket):
@@ -193,7 +193,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         try:
             await self._session.call(attempt, deadline)
         except UNHEARD:
-            self._binder.later(asyncio.ensure_future(self._binder.until_answered(attempt)), "closing")
+            self._binder.later(self._binder.until_answered(attempt), "closing")
             raise
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:

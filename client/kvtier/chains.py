@@ -20,9 +20,9 @@ from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.key_index import Asked, IndexEntries, IndexReader, Presence
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
-from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Rows
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, require_kind
 from kvtier.retention import BlockRetention
 from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
 from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
@@ -115,12 +115,9 @@ class Prompt:
         partial: bool = False,
     ) -> None:
         """See :meth:`kvtier.Cache.prompt`."""
-        try:
-            self.keys: Final = chain_keys(token_ids, tokens_per_block, scope, extra_ids, partial=partial)
-            self._tokens = token_array(token_ids)
-            self._extra_ids = None if extra_ids is None else extra_id_array(extra_ids, len(self._tokens))
-        except FieldError as error:
-            raise InvalidArgument(error.field, error.value, error.limit) from None
+        self.keys: Final = chain_keys(token_ids, tokens_per_block, scope, extra_ids, partial=partial)
+        self._tokens = token_array(token_ids)
+        self._extra_ids = None if extra_ids is None else extra_id_array(extra_ids, len(self._tokens))
         self.scope: Final = scope
         self.partial_tokens: Final = len(self._tokens) % tokens_per_block if partial else 0
         """Number of tokens of a partial last block; 0 = all blocks are full."""
@@ -177,19 +174,16 @@ class Prompt:
 
     def _all_hashes(self, algorithm: str) -> bytes:
         if algorithm not in self._hashes:
-            try:
-                self._hashes[algorithm] = event_hashes(
-                    algorithm,
-                    self._tokens,
-                    self._tokens_per_block,
-                    self.scope,
-                    self._extra_ids,
-                    salt_id=self._salt_id,
-                    vocab_size=self._vocab_size,
-                    partial=self.partial_tokens > 0,
-                )
-            except FieldError as error:
-                raise InvalidArgument(error.field, error.value, error.limit) from None
+            self._hashes[algorithm] = event_hashes(
+                algorithm,
+                self._tokens,
+                self._tokens_per_block,
+                self.scope,
+                self._extra_ids,
+                salt_id=self._salt_id,
+                vocab_size=self._vocab_size,
+                partial=self.partial_tokens > 0,
+            )
         return self._hashes[algorithm]
 
     def _token_fields(self, places: list[int]) -> dict[str, Any]:
@@ -237,9 +231,10 @@ class ChainPart:
     ) -> ChainPart:
         """Makes the part of a chain's last keys, one per block. ``parent``: of the chain's first key; None: the
         prompt's, else the block is a root. ``kept``: of all keys. Raises :class:`kvtier.errors.InvalidArgument`."""
+        require_kind("prompt", prompt, Prompt, type(None))
         before = len(chain) - len(blocks)
         if before:
-            chain, parent, kept = chain[before:], chain[before - 1], kept.after(before)
+            chain, parent, kept = chain[before:], chain[before - 1], kept.only(range(before, len(chain)))
         if parent is None and prompt is not None and chain:
             parent = prompt.parent_of(chain[0])
         first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
@@ -299,7 +294,7 @@ class Chains:
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
         for _ in range(_TRIES):
-            as_of = self._as_of()
+            as_of = Cursor(*self._index.shown())
             found = self._spans_of(keys, groups)
             if found is None:
                 return None
@@ -325,10 +320,6 @@ class Chains:
         return Locations(
             found.residency, found.device_slots, found.device_generations, found.host_slots, found.host_generations
         )
-
-    def _as_of(self) -> Cursor:
-        shown = self._index.shown()
-        return Cursor(shown.epoch, shown.event)
 
     def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Window]] | None:
         bound: int | None = len(keys) // KEY_BYTES

@@ -16,11 +16,11 @@ from grpc.aio import UnaryUnaryMultiCallable
 from kvtier import wire
 from kvtier.abi import attach as protocol
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Request, Response, send
 from kvtier.cache import Cache
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
-from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
+from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import DEFAULT_PATIENCE_S, Session
@@ -79,6 +79,7 @@ def connect(
     require_timeout(timeout)
     require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
+    require_kind("address", address, str, os.PathLike, type(None))
     found = os.fspath(address) if address is not None else protocol.default_address()
 
     async def opened() -> AsyncClient:
@@ -90,7 +91,7 @@ def connect(
 
 
 class AsyncClient:
-    """A client: a session with a daemon, restored automatically.
+    """An asynchronous client, with a session that is restored automatically.
 
     Broken connections are resumed. After a restart of the daemon the client attaches again and reopens and remaps its
     caches. Only leases are lost with the daemon that granted them.
@@ -155,10 +156,11 @@ class AsyncClient:
         Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
         :class:`PermissionDenied`, :class:`TierFull`.
         """
+        require_kind("spec", spec, CacheSpec, type(None))
         try:
             if spec is not None:
                 spec.validate()
-        except FieldError as error:
+        except InvalidArgument as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None
         cache = Cache(
             self._session,
@@ -224,9 +226,8 @@ class AsyncClient:
     ) -> list[LeaseInfo]:
         """All leases, or the leases of a cache or a session, the oldest first. Raises :class:`kvtier.errors.NotFound`
         if the cache does not exist."""
-        _require_name(cache)
         number = 0 if session_id is None else wire.session_number(session_id)
-        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
+        request = wire.message(admin_pb2.LeasesRequest, cache=_name(cache), session_id=number)
         reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
         return [wire.lease_info(each) for each in reply.leases]
 
@@ -243,9 +244,8 @@ class AsyncClient:
         Raises:
             NotFound: the cache does not exist.
         """
-        _require_name(cache)
         asked = wire.key_prefix("key", key, SHORTEST_PREFIX)
-        request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
+        request = wire.message(admin_pb2.ExplainRequest, cache=_name(cache), key=asked)
         deadline = self._deadline(timeout)
         reply = await self._session.call(lambda link: send(link, lambda stubs: stubs.admin.Explain, request), deadline)
         now = explanation_from_wire(asked, reply)
@@ -278,12 +278,11 @@ class AsyncClient:
         Raises:
             NotFound: the cache does not exist.
         """
-        _require_name(cache)
         if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
             asked = wire.key_prefix("keys", keys, SHORTEST_PREFIX)
         else:
             asked = wire.packed_keys(keys)
-        request = admin_pb2.HoldingsRequest(cache=cache or "", keys=asked)
+        request = wire.message(admin_pb2.HoldingsRequest, cache=_name(cache), keys=asked)
         return wire.holdings(await self._ask(lambda stubs: stubs.admin.Holdings, request, timeout))
 
     async def _ask(
@@ -307,7 +306,7 @@ class AsyncClient:
         Raises :class:`kvtier.errors.NotFound` if the session does not exist (any more).
         """
         number = wire.session_number(session_id)
-        request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
+        request = wire.message(admin_pb2.KickRequest, session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
         async def attempt(link: Link) -> admin_pb2.KickResponse:
@@ -328,7 +327,9 @@ class AsyncClient:
         directory. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
         DAMAGED_CACHE).
         """
-        request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
+        request = wire.message(
+            caches_pb2.RemoveCacheRequest, name=name, force=force, dry_run=dry_run, seq=self._session.next_seq()
+        )
         reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
         freed = {wire.tier_from_wire(each.tier): each.bytes for each in reply.freed}
         return RemovalReport(reply.blocks, freed, reply.kept_in_store)
@@ -369,9 +370,10 @@ class AsyncClient:
         """
         if older_than is not None:
             require_within("older_than", older_than, 1e-9, MOST_SECONDS, "above 0 seconds")
-        if keep_bytes is not None:
-            require_within("keep_bytes", keep_bytes, 0, (1 << 64) - 1, "0 bytes or more")
-        request = admin_pb2.RemoteGcRequest(
+        if isinstance(caches, str):
+            raise InvalidArgument("caches", caches, "a list, even of one")
+        request = wire.message(
+            admin_pb2.RemoteGcRequest,
             caches=caches,
             older_than_ns=0 if older_than is None else int(older_than * 1e9),
             keep_bytes=keep_bytes,
@@ -400,10 +402,11 @@ class AsyncClient:
         await self.close()
 
 
-def _require_name(cache: str | None) -> None:
-    """Raises :class:`InvalidArgument` for an empty name, which means all caches on the wire."""
+def _name(cache: str | None) -> str:
+    """The name on the wire, where an empty one means all caches. Raises :class:`InvalidArgument`."""
     if cache == "":
         raise InvalidArgument("cache", cache, "a cache's name")
+    return "" if cache is None else cache
 
 
 SHORTEST_PREFIX: Final = 4

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from grpc.aio import InternalError, StreamUnaryCall
@@ -17,17 +17,8 @@ from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, Stre
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
-from kvtier.deadline import Deadline
-from kvtier.errors import (
-    DaemonError,
-    DamagedTransfer,
-    InvalidArgument,
-    LeaseLost,
-    StaleRead,
-    TierFull,
-    TooShort,
-    chain_error,
-)
+from kvtier.deadline import Backoff, Deadline
+from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TierFull, TooShort, chain_error
 from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
@@ -42,19 +33,8 @@ MAX_PART: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""
 
 
-class Way(Protocol):
-    """The way that the bytes of a piece take."""
-
-    def max_blocks(self, cache: Owner) -> int:
-        """Most blocks of a piece."""
-
-    async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-        """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
-
-    async def get(
-        self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
-    ) -> dict[int, PrefixRows]:
-        """Copies out a stored prefix of packed keys, by group. Raises :class:`TooShort` if no block is stored."""
+Way: TypeAlias = "MappedCopies | StreamedCopies"
+"""The way that the bytes of a piece take."""
 
 
 class MappedCopies:
@@ -64,9 +44,11 @@ class MappedCopies:
         self._book: Final = book
 
     def max_blocks(self, cache: Owner) -> int:
+        """Most blocks of a piece."""
         return MAX_PART
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+        """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
         lease = await self._book.reserve(cache, tier, len(part.chain), timeout)
         try:
             memory = lease.arena.memory(tier)
@@ -79,6 +61,7 @@ class MappedCopies:
     async def get(
         self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
     ) -> dict[int, PrefixRows]:
+        """Copies out a stored prefix of packed keys, by group. Raises :class:`TooShort` if no block is stored."""
         (leases,) = await self._book.acquire(caches, [keys], tier, 1, None, timeout, for_read=True)
         if leases[0].error is not None:
             raise leases[0].error
@@ -139,16 +122,12 @@ async def put(
 async def _stored(cache: Owner, way: Way, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
     try:
         return await way.store(cache, tier, part, timeout)
-    except (LeaseLost, InvalidArgument, TierFull) as error:  # the caller's arrays still have the bytes
-        step, count = pieces(cache, tier, way), len(part.chain)
-        if step >= count and not isinstance(error, LeaseLost):
-            raise
-        parts = [part.only(range(start, min(start + step, count))) for start in range(0, count, step)]  # a smaller tier
-        return [result for each in parts for result in await way.store(cache, tier, each, timeout)]
+    except LeaseLost:
+        return await way.store(cache, tier, part, timeout)  # the caller's arrays still have the bytes
 
 
 async def get(
-    caches: Sequence[Owner], way: Way, tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
+    caches: Sequence[Owner], way: Way, tier: Tier, keys: bytes, targets: GroupRows, timeout: float
 ) -> dict[int, PrefixRows]:
     """See :meth:`kvtier.Cache.get`; ``targets`` are flat. A prefix with a sliding window, or of several groups, is read
     in one piece: a window of a piece is not the chain's."""
@@ -160,13 +139,27 @@ async def get(
         end = min(start + step, count)
         into = {group: rows[start:end] for group, rows in targets.items()}
         try:
-            piece = await way.get(caches, tier, keys[start * KEY_BYTES : end * KEY_BYTES], into, timeout)
+            piece = await _with_room(way, caches, tier, keys[start * KEY_BYTES : end * KEY_BYTES], into, timeout)
         except TooShort:
             break
         for group, rows in piece.items():
             found[group] += rows
         start = count if whole else len(found[caches[0].group])
     return found
+
+
+async def _with_room(
+    way: Way, caches: Sequence[Owner], tier: Tier, keys: bytes, into: GroupRows, timeout: float
+) -> dict[int, PrefixRows]:
+    """Gets a piece. The daemon refuses at once while others hold all slots; they may release until the time is up."""
+    deadline, backoff = Deadline(timeout), Backoff(most=0.25)
+    while True:
+        try:
+            return await way.get(caches, tier, keys, into, max(deadline.left(), 0.1))
+        except TierFull as full:
+            if not full.holders or not deadline.left():
+                raise
+            await asyncio.sleep(min(backoff.next(), deadline.left()))
 
 
 def is_whole(caches: Sequence[Owner]) -> bool:
@@ -262,9 +255,7 @@ class StreamedCopies:
 async def _gathered(blocks: Rows) -> Sequence[Bytes]:
     if not isinstance(blocks, Pages):
         return of_cpu(blocks)
-    rows: list[Bytes] = []
-    await buffers.run_copy(lambda: rows.extend(blocks.gathered()), len(blocks) * blocks.planes.block_bytes)
-    return rows
+    return [*await buffers.run_copy(blocks.gathered, len(blocks) * blocks.planes.block_bytes)]
 
 
 async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequence[Bytes]) -> transfer_pb2.PutResponse:
@@ -325,13 +316,10 @@ async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[
 
 
 async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:
-    pieces: list[bytes] = []
+    def copy() -> bytes:
+        return b"".join(blocks[span.block][span.start : span.stop].data for span in spans)
 
-    def copy() -> None:
-        pieces.append(b"".join(blocks[span.block][span.start : span.stop].data for span in spans))
-
-    await buffers.run_copy(copy, sum(span.stop - span.start for span in spans))
-    return pieces[0]
+    return await buffers.run_copy(copy, sum(span.stop - span.start for span in spans))
 
 
 async def _paste(rows: Sequence[Bytes], spans: Sequence[Span], data: bytes) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from typing import Final
 
-from kvtier.errors import InvalidArgument
+from kvtier.errors import require_within
 
 MAX_TIMEOUT_S: Final = 3600.0
 
@@ -32,8 +32,7 @@ class Backoff:
 
 def require_timeout(timeout: float) -> None:
     """Raises :class:`InvalidArgument` if the timeout is not above 0 and at most an hour."""
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    require_within("timeout", timeout, 1e-9, MAX_TIMEOUT_S, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
 
 async def in_turn(timeout: float | None) -> None:

@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from numbers import Integral, Real
+from typing import Final, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc.aio import AioRpcError
 
-from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414  re-exported
-from kvtier.types import Tier
+from kvtier.abi.spec import CallerError as CallerError  # noqa: PLC0414  re-exported
+from kvtier.abi.spec import InvalidArgument as InvalidArgument  # noqa: PLC0414
+from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414
+from kvtier.types import Tier, clean
 from kvtier.v1 import blocks_pb2, common_pb2
+
+N = TypeVar("N", bound=float)
 
 
 class RetryableError(KvtierError):
@@ -38,12 +43,13 @@ class Holder:
 
 class TierFull(RetryableError):
     """Evicting all slots that are not held would not make room: ``wanted`` slots of ``tier``, ``free`` of them
-    available."""
+    available. The message names the ``holders``."""
 
     def __init__(
         self, message: str, *, tier: Tier | None, wanted: int, free: int, holders: tuple[Holder, ...], reason: str
     ) -> None:
-        super().__init__(message, reason=reason)
+        held = ", ".join(f"pid {each.pid} {clean(each.command)} ({each.slots} slots)" for each in holders)
+        super().__init__(f"{message}; held by {held}" if held else message, reason=reason)
         self.tier = tier
         self.wanted = wanted
         self.free = free
@@ -70,27 +76,21 @@ class DamagedTransfer(RetryableError):
     """Bytes were damaged on the way. A put stored none of them; the targets of a get do not hold the blocks."""
 
 
-class CallerError(KvtierError):
-    """The call is wrong; repeating it does not help."""
-
-
-class InvalidArgument(CallerError):
-    """A value outside its limit. The message and the attributes name field, value and limit."""
-
-    def __init__(self, field: str, value: object, limit: str, *, reason: str = "BAD_ARGUMENT") -> None:
-        shown = value if isinstance(value, str) else repr(value)
-        if len(shown) > 80:
-            shown = f"{shown[:77]}..."
-        super().__init__(f"{field} = {shown}: must be {limit}", reason=reason)
-        self.field = field
-        self.value = shown
-        self.limit = limit
-
-
-def require_within(field: str, value: float, low: float, high: float, limit: str = "") -> None:
-    """Raises :class:`InvalidArgument` for a number below ``low``, above ``high`` or not a number at all."""
+def require_within(field: str, value: N, low: float, high: float, limit: str = "") -> N:
+    """Returns the value. Raises :class:`InvalidArgument` for a number below ``low`` or above ``high``, and for a value
+    that is no number, or no whole number where ``high`` is an ``int``."""
+    limit = limit or f"{low} to {high}"
+    if not isinstance(value, Integral if isinstance(high, int) else Real) or isinstance(value, bool):
+        raise InvalidArgument(field, repr(value), f"{limit}, as a {'whole ' * isinstance(high, int)}number")
     if not low <= value <= high:
-        raise InvalidArgument(field, value, limit or f"{low} to {high}")
+        raise InvalidArgument(field, value, limit)
+    return value
+
+
+def require_kind(field: str, value: object, *kinds: type) -> None:
+    """Raises :class:`InvalidArgument` for a value that is of none of these types."""
+    if not isinstance(value, kinds):
+        raise InvalidArgument(field, repr(value), f"of type {' or '.join(kind.__name__ for kind in kinds)}")
 
 
 class SpecMismatch(InvalidArgument):
@@ -127,7 +127,7 @@ class LeaseLost(LeaseError):
 
 
 class PermissionDenied(CallerError):
-    """This process may not talk to the daemon."""
+    """This client lacks a right, or may not talk to the daemon."""
 
 
 class CursorCompacted(CallerError):

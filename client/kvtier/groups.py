@@ -6,7 +6,7 @@ all blocks from the first on, a sliding group only the blocks in its window at t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvtier import buffers, copies
@@ -16,7 +16,7 @@ from kvtier.arena import Binder
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Reach, Rows
 from kvtier.chains import ChainPart, Prompt
 from kvtier.deadline import in_turn
-from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
+from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_kind
 from kvtier.lease import Hold, LeaseBook, Owner, ReadLease
 from kvtier.memory.gpu import Stream
 from kvtier.reading import ChainRead, Reader, verified
@@ -99,15 +99,20 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
 
     def lease_tier(self, tier: AnyTier | None = None) -> Tier:
         """``tier``, or for None the fastest mapped tier, else the fastest mappable tier. Raises
-        :class:`InvalidArgument` if the cache lacks that tier or has only disk."""
+        :class:`InvalidArgument` if the cache lacks that tier, :class:`CallerError` if it has only disk."""
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
             unmapped = self._binder.unmapped
             return next((each for each in mapped if each not in unmapped), mapped[0])
         place = None if tier is None else as_tier(tier)
         if place is None or place not in mapped:
-            have = " or ".join(str(each) for each in mapped)
-            raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
+            if not mapped:
+                says = (
+                    "has only disk: start kvtierd with --host-bytes and room for it (see `kvtier status`), or remove it"
+                )
+                says += " and open it with budgets={Tier.HOST: ...}"
+                raise CallerError(f"cache {self._binder.binding.info.name} {says}", reason="NO_MEMORY_TIER")
+            raise InvalidArgument("tier", str(tier), " or ".join(str(each) for each in mapped))
         return place
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -186,6 +191,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         :meth:`kvtier.Cache.fence`. If that takes longer than ``timeout``, or the device fails, nothing is sent and the
         leases stay held: release them again. Raises :class:`kvtier.errors.DeviceError`.
         """
+        for index, lease in enumerate(leases):
+            require_kind(f"leases[{index}]", lease, Hold)
         await self._book.release(leases, stream, timeout)
 
     # -- arrays ----------------------------------------------------------------------------------------------------
@@ -246,7 +253,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         Args:
             out: an array or tensor of :attr:`block_bytes` per key; arrays beyond the prefix may be overwritten.
             verify: compares checksums with the daemon's copies in memory.
-        Raises: :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
+        Raises: :class:`TierFull` if others hold all slots until the time is up, :class:`StaleRead`, and
+        with ``verify`` :class:`DamagedTransfer`.
         """
         await in_turn(timeout)
         given = self.by_group("out", out)
@@ -263,6 +271,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
     def sources(self, blocks: Given, count: int, tier: Tier) -> dict[int, Rows]:
         """The bytes of the caller's blocks for ``count`` keys, by group. Raises :class:`InvalidArgument`."""
         reach = self.reach(tier)
+        require_kind("blocks", blocks, Sized)
         return {
             group: buffers.readable(
                 rows, min(len(rows), count) if self._partly else count, self.spec.block_bytes(group), reach
@@ -294,7 +303,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
 
         async def with_rest(start: int, way: copies.Way) -> dict[int, PrefixRows]:
             into = {group: each[start:] for group, each in targets.items()}
-            rest = await copies.get(self._owners, way, place, read.keys[start * KEY_BYTES :], into, timeout)
+            within = self._default_timeout if timeout is None else timeout
+            rest = await copies.get(self._owners, way, place, read.keys[start * KEY_BYTES :], into, within)
             return {group: rows[group][:start] + more for group, more in rest.items()}
 
         if not read.done:
@@ -316,11 +326,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         pairs = [(key, row) for key, row in zip(split_keys(packed), rows, strict=False) if row is not None]
         copied: PrefixRows = [row for _, row in pairs]
         keys = b"".join(key for key, _ in pairs)
-        return (
-            len(rows)
-            - len(pairs)
-            + await verified(self._binder, group, keys, buffers.of_cpu(copied), self._deadline(timeout))
-        )
+        known = await verified(self._binder, group, keys, buffers.of_cpu(copied), self._deadline(timeout))
+        return len(rows) - len(pairs) + known
 
     def reach(self, tier: Tier | None) -> Reach | None:
         """Returns the reach of a tier's mapped slots, or of all tiers for None: the GPUs that may hold blocks copied to
@@ -373,7 +380,8 @@ class AcrossGroups(ChainVerbs[AcrossLease, Mapping[int, Blocks], dict[int, list[
         return self._each
 
     def by_group(self, field: str, given: Mapping[int, Blocks] | None) -> Mapping[int, Blocks]:
-        given = given or {}
+        given = {} if given is None else given
+        require_kind(field, given, Mapping)
         for group in given:
             if group not in self.groups:
                 raise InvalidArgument(field, group, f"groups 0 to {len(self.groups) - 1}")

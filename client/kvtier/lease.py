@@ -6,7 +6,8 @@ import asyncio
 import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from types import TracebackType
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 from weakref import WeakSet
 
@@ -20,7 +21,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, Binding, MappedArena, send
 from kvtier.chains import ChainPart
 from kvtier.deadline import Deadline
-from kvtier.memory.gpu import Fence, Stream, fence_over, passing
+from kvtier.memory.gpu import PASSED, Fence, Stream, fence_over, passing
 from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, chain_message
 from kvtier.transport import Link
@@ -67,9 +68,7 @@ class Hold:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.groups[0].cache.release(self)
 
 
@@ -85,7 +84,9 @@ class Lease(Hold):
         self.cache = cache
         self.tier = tier
         self.id = lease_id
-        self.slots = tuple(slots)
+        self._slots = tuple(slots)
+        self._exposed = False
+        """Whether the caller has seen the slots, and may use them without this object."""
         self.binding = binding
         self.released = lease_id == 0
         self._book = book
@@ -97,12 +98,18 @@ class Lease(Hold):
         return f"<{what}: {len(self)} {self.tier} slots, {'released' if self.released else 'held'}>"
 
     def __del__(self) -> None:
-        # Views of its slots may be in use: only the close of its cache releases them now.
+        # Exposed slots may be in use: only the close of the cache releases them now.
         if not self.released and self._book.keep_forgotten(self):
             warnings.warn(f"not released: {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._slots)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Numbers of the slots in the tier."""
+        self._exposed = True
+        return self._slots
 
     @property
     def groups(self) -> tuple[Self]:
@@ -135,7 +142,7 @@ class Lease(Hold):
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._blank[index])
 
     def _require_index(self, field: str, index: int) -> None:
-        errors.require_within(field, index, 0, len(self.slots) - 1)
+        errors.require_within(field, index, 0, len(self) - 1)
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """Like :meth:`view`, as 1-D torch tensors of the cache's dtype, not copied: on the GPU for a tier of GPU
@@ -170,6 +177,7 @@ class Lease(Hold):
             await self._book.give_back(self, places, stream, timeout)
 
     def _places(self, at: Sequence[int]) -> list[int]:
+        errors.require_kind("at", at, Iterable)
         for number, index in enumerate(at):
             self._require_index(f"at[{number}]", index)
         return list(at)
@@ -191,12 +199,12 @@ class Lease(Hold):
     def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
         """Drops the slots that the joined lease no longer holds."""
         left = {*blank, *held}
-        self._blank = [slot in blank for slot in self.slots]
-        self._set_given_back([index for index, slot in enumerate(self.slots) if slot not in left], True)
+        self._blank = [slot in blank for slot in self._slots]
+        self._set_given_back([index for index, slot in enumerate(self._slots) if slot not in left], True)
 
 
 class WriteLease(Lease):
-    """Reserved slots: fill their views, then :meth:`commit`."""
+    """Reserved slots, to be filled through their views and committed."""
 
     _starts_blank = True
 
@@ -252,7 +260,7 @@ class WriteLease(Lease):
 
 
 class ReadLease(Lease):
-    """Acquired blocks: READY in one tier, where the lease keeps them."""
+    """Acquired blocks, READY in one tier, where the lease keeps them."""
 
     def __init__(
         self,
@@ -291,7 +299,7 @@ class ReadLease(Lease):
     @property
     def blocks(self) -> int:
         """Number of held blocks."""
-        return len(self.slots) - len(self._given_back)
+        return len(self) - len(self._given_back)
 
     @property
     def prefix_length(self) -> int:
@@ -321,6 +329,7 @@ class LeaseBook:
     def __init__(self, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._binder: Final = binder
         self._session: Final = binder.session
+        self._loop: Final = asyncio.get_running_loop()
         self._deadline: Final = deadline
         self._leases: WeakSet[Lease] = WeakSet()
         self._forgotten: set[Lease] = set()
@@ -363,18 +372,24 @@ class LeaseBook:
         Returns: A list per chain, with a lease per group.
         """
         deadline = self._deadline(timeout)
+        chains = [chain_message(keys, min_blocks, retention, owners[0].spec.tokens_per_block) for keys in packed]
         request = blocks_pb2.AcquireRequest(
             groups=[owner.group for owner in owners],
             tier=tier_to_wire(tier),
-            chains=[chain_message(keys, min_blocks, retention, owners[0].spec.tokens_per_block) for keys in packed],
+            chains=[chain for chain in chains if chain.keys],
             timeout_ns=deadline.wait_ns(),
             recompute_ns_per_block=recompute_ns,
         )
         for chain in request.chains:
             chain.counted = for_read or not self._binder.asked.read(chain.keys)
-        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
+        binding, reply = self._binder.binding, blocks_pb2.AcquireResponse()
+        if request.chains or not chains:
+            binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
+        answers = iter(reply.chains)
+        none = blocks_pb2.AcquiredChain(refusal="TOO_SHORT" if min_blocks else "")  # of a prompt shorter than a block
         acquired = []
-        for keys, answer in zip(packed, reply.chains, strict=True):
+        for keys in packed:
+            answer = next(answers) if keys else none
             error = errors.chain_error(answer, min_blocks) if answer.refusal else None
             parts = answer.groups or [blocks_pb2.AcquiredGroup() for _ in owners]
             leases = [
@@ -397,17 +412,13 @@ class LeaseBook:
         request = blocks_pb2.JoinRequest(lease_id=ticket.lease_id, secret=ticket.secret)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Join, request, self._deadline(timeout))
         hold = cache, self, binding, ticket.tier, reply.lease_id, ticket.slots
-        lease: Lease = WriteLease(*hold)
+        lease: Lease
         if isinstance(ticket, ReadTicket):
-            lease = ReadLease(
-                *hold,
-                keys=ticket.keys,
-                generations=ticket.generations,
-                found_in=ticket.found_in,
-                matched=ticket.matched,
-                error=None,
-                needed=ticket.needed,
-            )
+            names = ("keys", "generations", "found_in", "matched", "needed")
+            lease = ReadLease(*hold, error=None, **{name: getattr(ticket, name) for name in names})
+        else:
+            lease = WriteLease(*hold)
+        lease._exposed = True  # in its ticket
         lease._narrow(frozenset(reply.blank), frozenset(reply.held))
         self.keep([lease])
         return lease
@@ -425,18 +436,24 @@ class LeaseBook:
             self._session.lend(lease.binding.session)
 
     def keep_forgotten(self, lease: Lease) -> bool:
-        """Keeps a lease that is about to be garbage, until all leases are released. Returns whether the daemon still
-        holds it."""
+        """Keeps a lease that is about to be garbage until its release, which begins now unless its slots are exposed.
+        Returns whether the daemon still holds it. Called in any thread."""
         if self._session.closed:
             return False
         for known in (self._forgotten, self._leases, self._in_use):
             known.add(lease)
+        if not lease._exposed:
+            with suppress(RuntimeError):  # the loop is closed
+                what, release = "release of a forgotten lease", partial(self.release, [lease], PASSED, None)
+                self._loop.call_soon_threadsafe(lambda: self._binder.later(release(), what))
         return self._session.number == lease.binding.session
 
     async def commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, stream: Stream | None, timeout: float | None
     ) -> list[BlockResult]:
-        """See :meth:`WriteLease.commit`, which is the way to call this."""
+        """See :meth:`WriteLease.commit`."""
+        if not request.keys and not request.release:
+            return []
         deadline = self._deadline(timeout)
         await passing(fence_of([lease], stream), deadline)
         lease.require_live()

@@ -373,7 +373,7 @@ class Read:
         slots, generations = slots[places], generations[places]
         arena = self._mapping.arena
         try:
-            arena.read(tier, self.group, slots, rows)
+            arena.memory(tier).read(self.group, slots, rows)
         except IndexError:  # the index is damaged: it names a slot that does not exist
             return np.arange(len(rows))
         # Read after all bytes have arrived: the index's generation is even, and ends before the slot's first byte
@@ -482,10 +482,9 @@ class Recency:
 
 async def digests_of(blocks: Sequence[Bytes]) -> list[bytes]:
     """Checksums of the blocks in the caller's memory, one per block: damage anywhere on the way shows."""
-    digests: list[bytes] = []
-    work = lambda: digests.extend(xxhash.xxh3_128_digest(block.data) for block in blocks)  # noqa: E731
-    await buffers.run_copy(work, sum(map(len, blocks)))
-    return digests
+    return await buffers.run_copy(
+        lambda: [xxhash.xxh3_128_digest(block.data) for block in blocks], sum(map(len, blocks))
+    )
 
 
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:

@@ -9,20 +9,20 @@ when stored, and stays as it is when found.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.errors import InvalidArgument, require_within
+from kvtier.errors import InvalidArgument, require_kind, require_within
 from kvtier.types import DEFAULT_PRIORITY
 from kvtier.v1 import blocks_pb2
 
 MAX_PRIORITY: Final = 100
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
-_MAX_MIN_BLOCKS: Final = 2**32 - 1
-"""Limit of the wire format."""
+_MAX_MIN_BLOCKS: Final = 16_384
+"""Most keys of a call."""
 UNCHANGED: Final = 255
 """In place of a priority on the wire: the block keeps its retention."""
 
@@ -40,7 +40,7 @@ class TokenRange:
 
 @dataclass(slots=True, frozen=True)
 class Retention:
-    """Retention of a sequence.
+    """Priorities of the blocks of a sequence, and how long they last.
 
     ``prompt_tokens``: length of the prompt; later tokens are generated and take the ``decode_…`` values; None = all
     tokens are the prompt's. ``first_token``: position in the sequence where the first block begins. Raises
@@ -55,8 +55,10 @@ class Retention:
 
     def __post_init__(self) -> None:
         end: int | None = 0
+        require_kind("ranges", self.ranges, Sequence)
         for index, each in enumerate(self.ranges):
             field = f"ranges[{index}]"
+            require_kind(field, each, TokenRange)
             for name in ("start", "end"):
                 _check_token(f"{field}.{name}", getattr(each, name))
             if end is None:
@@ -99,10 +101,6 @@ class BlockRetention:
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
 
-    def after(self, blocks: int) -> BlockRetention:
-        """The retention without the first ``blocks`` blocks."""
-        return BlockRetention(self.priorities[blocks:], self.durations_ms[blocks:])
-
     def only(self, blocks: Sequence[int]) -> BlockRetention:
         """The retention of these blocks. Missing priorities or durations stay missing."""
         return BlockRetention(
@@ -122,60 +120,51 @@ def block_retention(
         return BlockRetention(each_priority(count, priorities))
     if priorities is not None:
         raise InvalidArgument("priorities", priorities, "None where there is a retention")
+    require_kind("retention", retention, Retention, BlockRetention)
     return retention if isinstance(retention, BlockRetention) else retention.of_blocks(count, tokens_per_block)
 
 
 def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
     """Priorities, one byte per block, from one for all or one per block; empty for None."""
-    if priorities is None:
-        return b""
-    if not isinstance(priorities, Iterable):
-        return bytes([check_priority("priorities", priorities)]) * count
-    listed = list(priorities)
-    _require_one_each("priorities", len(listed), count)
-    return bytes(check_priority(f"priorities[{index}]", value) for index, value in enumerate(listed))
+    return bytes(_each("priorities", count, priorities, check_priority))
 
 
 def check_priority(field: str, value: int) -> int:
-    require_within(field, value, 0, MAX_PRIORITY)
-    return value
+    return require_within(field, value, 0, MAX_PRIORITY)
 
 
 def duration_ms(field: str, seconds: float | None) -> int:
     """Seconds as whole milliseconds, at least one; 0 for None."""
     if seconds is None:
         return 0
-    if not 0 < seconds <= MAX_DURATION_MS / 1000:
-        raise InvalidArgument(field, seconds, f"more than 0, at most {MAX_DURATION_MS / 1000:.0f} seconds, or None")
+    most = MAX_DURATION_MS / 1000
+    require_within(field, seconds, 1e-9, most, f"more than 0, at most {most:.0f} seconds, or None")
     return min(MAX_DURATION_MS, math.ceil(seconds * 1000))
 
 
 def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | None) -> tuple[int, ...]:
     """Durations in milliseconds, from one for all or one per block; empty for None."""
-    if durations_s is None:
-        return ()
-    if not isinstance(durations_s, Iterable):
-        return (duration_ms("durations_s", durations_s),) * count
-    durations = tuple(duration_ms(f"durations_s[{index}]", value) for index, value in enumerate(durations_s))
-    _require_one_each("durations_s", len(durations), count)
-    return durations
+    return tuple(_each("durations_s", count, durations_s, duration_ms))
 
 
-def _require_one_each(field: str, given: int, count: int) -> None:
-    if given != count:
-        raise InvalidArgument(field, f"{given} values", f"{count} values, one a block, or one for all")
+def _each(field: str, count: int, given: object, checked: Callable[[str, Any], int]) -> list[int]:
+    if given is None:
+        return []
+    if not isinstance(given, Iterable):
+        return [checked(field, given)] * count
+    values = [checked(f"{field}[{index}]", value) for index, value in enumerate(given)]
+    if len(values) != count:
+        raise InvalidArgument(field, f"{len(values)} values", f"{count} values, one a block, or one for all")
+    return values
 
 
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
     """The message of a chain to acquire; blocks in no range keep their retention. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
-    if count:
-        require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
-    else:  # a prompt shorter than a block has no keys; ``min_blocks`` above 0 is not the caller's mistake
-        require_within("min_blocks", min_blocks, 0, _MAX_MIN_BLOCKS)
-    if retention is None:
-        return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
-    kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
+    most = count or _MAX_MIN_BLOCKS  # above 0 is no mistake for a prompt shorter than a block, which has no keys
+    require_within("min_blocks", min_blocks, 0, most, f"0 to {most}, the blocks of the chain")
+    require_kind("retention", retention, Retention, type(None))
+    kept = BlockRetention() if retention is None else retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms
     )

@@ -59,6 +59,9 @@ _HEAL_GRACE_S: Final = 0.5
 _WORK_GRACE_S: Final = 5.0
 """Seconds that :meth:`Session.close` waits for this process's GPU work before the goodbye."""
 
+_RECEIVES_STATUS: Final = "_AioCall._handle_status_once_received"
+"""Name of gRPC's own task that ends with a call."""
+
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -131,6 +134,13 @@ class Session:
                     raise
                 await asyncio.sleep(delay)
         self._keeper = asyncio.create_task(self._keep_attached())
+        _open.add(self)
+
+    @property
+    def torn_down(self) -> bool:
+        """Whether the session is closed, or the loop cancels all its tasks, as at the end of ``asyncio.run``: it would
+        not end a task that begins now."""
+        return self.closed or (self._keeper is not None and self._keeper.cancelling() > 0)
 
     @property
     def number(self) -> int:
@@ -268,7 +278,7 @@ class Session:
                 scope.reschedule(now)
 
     def _start_listening(self) -> None:
-        if not self.closed and (self._listener is None or self._listener.done()):
+        if not self.torn_down and (self._listener is None or self._listener.done()):
             self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -379,7 +389,7 @@ class Session:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that outlives its caller, until :meth:`close`; later work is dropped."""
-        if self.closed:
+        if self.torn_down:
             work.close()
             return
         task = asyncio.create_task(work)
@@ -432,6 +442,18 @@ class Session:
             await self._link.channel.close()
         for task in self._tasks:
             task.cancel()  # begun meanwhile; without a link such work cannot reach the daemon
+        await self._calls_ended()
+
+    async def _calls_ended(self) -> None:
+        """Waits for the ends of the channel's cancelled calls. gRPC would deliver them to a loop that is closed by
+        then, from the loop of another client, which prints a traceback."""
+        loop = asyncio.get_running_loop()
+        if not any(other._keeper and other._keeper.get_loop() is loop for other in _open if not other.closed):
+            ends = [
+                task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == _RECEIVES_STATUS
+            ]
+            if ends:
+                await asyncio.wait(ends, timeout=_CLOSE_GRACE_S)
 
     def _require_open(self) -> None:
         if self.closed:
@@ -504,6 +526,10 @@ class Session:
             if error.reason != "UNKNOWN_SESSION":
                 raise
             return await self._transport.attach(None, None)
+
+
+_open: Final[WeakSet[Session]] = WeakSet()
+"""Sessions that were opened."""
 
 
 async def _over(work: Fence) -> bool:

@@ -473,7 +473,8 @@ class GroupInfo:
 @dataclass(slots=True, frozen=True)
 class CacheInfo:
     """A cache: the meaning of its bytes and their places. ``device``: a GPU's uuid, ``stand-in``, or empty. ``remote``:
-    the daemon has a remote store."""
+    the daemon has a remote store. ``idle_s``: seconds since a session had it open. ``last_user``: of the last opening,
+    in this daemon's life."""
 
     cache_id: int
     name: str
@@ -485,3 +486,5 @@ class CacheInfo:
     options: CacheOptions
     device: str
     remote: bool = False
+    idle_s: int = 0
+    last_user: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.chains import Prompt
 from kvtier.deadline import Deadline, in_turn
-from kvtier.errors import require_within
+from kvtier.errors import require_kind, require_within
 from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
-from kvtier.types import ROOT_PARENT, AnyTier, BlockResult
+from kvtier.transport import Stubs
+from kvtier.types import ROOT_PARENT, AnyTier, BlockResult, Cursor
 from kvtier.v1 import blocks_pb2
 
 
@@ -86,7 +87,7 @@ class PrefixVerbs:
         """Length of the stored prefix of a chain: :meth:`match` without the residencies. No side effect."""
         packed = wire.packed_keys(keys)
         await in_turn(timeout)
-        length = self.reader.prefix_length(packed, self.groups)
+        length = self.reader.prefix_length(packed, self.groups) if packed else 0
         return length if length is not None else (await self._ask_match(packed, timeout)).blocks
 
     async def match(self, keys: wire.Keys, *, remote: bool = False, timeout: float | None = None) -> wire.Match:
@@ -102,6 +103,8 @@ class PrefixVerbs:
         packed = wire.packed_keys(keys)
         await in_turn(timeout)
         found = None if remote else self.reader.match(packed, self.groups)
+        if found is None and not packed:  # a prompt shorter than a block, which the daemon is not asked for
+            found = wire.Match(0, tuple(wire.GroupSpan(group, 0, b"") for group in self.groups), Cursor(0, 0))
         if found is not None:
             return found
         reply = await self._ask_match(packed, timeout, remote=remote)
@@ -118,6 +121,7 @@ class PrefixVerbs:
         daemon answers: in full-attention groups, and in sliding windows beside them. Blocks with extra ids or items, or
         of another scope, do not count.
         """
+        require_kind("prompt", prompt, Prompt)
         spec, keys = self._binder.spec, prompt.keys
         if prompt.partial_tokens and any(spec.groups[group].window_tokens > 1 for group in self.groups):
             keys = keys[:-KEY_BYTES]  # the window at the end of a partial block may begin a block earlier
@@ -144,7 +148,7 @@ class PrefixVerbs:
     async def _ask_match(
         self, packed: bytes, timeout: float | None, *, remote: bool = False
     ) -> blocks_pb2.MatchResponse:
-        request = blocks_pb2.MatchRequest(groups=self.groups, keys=packed, remote=remote)
+        request = wire.message(blocks_pb2.MatchRequest, groups=self.groups, keys=packed, remote=remote)
         reply = await self._call_match(request, timeout)
         self.reader.looked_up(packed, self.groups[0], reply.blocks)
         return reply
@@ -227,7 +231,8 @@ class GroupVerbs(PrefixVerbs):
         ``dry_run``: only returns the best possible results.
         """
         deadline = self._deadline(timeout)
-        request = blocks_pb2.MoveRequest(
+        request = wire.message(
+            blocks_pb2.MoveRequest,
             group=self.group,
             to=wire.tier_to_wire(to, "to"),
             keys=wire.packed_keys(keys),
@@ -235,13 +240,14 @@ class GroupVerbs(PrefixVerbs):
             seq=self._binder.session.next_seq(),
             dry_run=dry_run,
         )
-        reply = await self._binder.call(lambda stubs: stubs.blocks.Move, request, deadline)
-        return [BlockResult(result) for result in reply.results]
+        return await self._results(lambda stubs: stubs.blocks.Move, request, deadline)
 
     async def drop(self, keys: wire.Keys, *, dry_run: bool = False, timeout: float | None = None) -> wire.DropReport:
         """Drops blocks and all their descendants, in every tier. ``dry_run``: only reports the effect."""
         packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
-        request = blocks_pb2.DropRequest(group=self.group, keys=packed, seq=seq, dry_run=dry_run)
+        request = wire.message(blocks_pb2.DropRequest, group=self.group, keys=packed, seq=seq, dry_run=dry_run)
+        if not packed:
+            return wire.DropReport([], 0)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
         return wire.DropReport([BlockResult(result) for result in reply.results], reply.dropped, reply.kept_in_store)
 
@@ -267,8 +273,7 @@ class GroupVerbs(PrefixVerbs):
             durations_ms=each_duration_ms(count, durations_s),
             seq=seq,
         )
-        reply = await self._binder.call(lambda stubs: stubs.blocks.SetRetention, request, self._deadline(timeout))
-        return [BlockResult(result) for result in reply.results]
+        return await self._results(lambda stubs: stubs.blocks.SetRetention, request, self._deadline(timeout))
 
     async def pin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
         """Keeps READY copies in a tier, even after the client has gone, until each pin is undone or the daemon ends.
@@ -289,7 +294,7 @@ class GroupVerbs(PrefixVerbs):
         earlier reset; drops only the blocks that this reset kept.
         """
         seq = self._binder.session.next_seq()
-        request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=seq, repeats=repeats)
+        request = wire.message(blocks_pb2.ResetRequest, force=force, dry_run=dry_run, seq=seq, repeats=repeats)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
         return wire.ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
 
@@ -298,10 +303,17 @@ class GroupVerbs(PrefixVerbs):
         request = blocks_pb2.PinRequest(
             group=self.group, tier=wire.tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq
         )
-        reply = await self._binder.call(lambda stubs: stubs.blocks.Pin, request, self._deadline(timeout))
-        return [BlockResult(result) for result in reply.results]
+        return await self._results(lambda stubs: stubs.blocks.Pin, request, self._deadline(timeout))
+
+    async def _results(self, method: Callable[[Stubs], Any], request: Any, deadline: Deadline) -> list[BlockResult]:
+        """A result per key. The daemon refuses a request without keys, which has none."""
+        if not request.keys:
+            return []
+        return [BlockResult(result) for result in (await self._binder.call(method, request, deadline)).results]
 
     async def _ask_locate(self, packed: bytes, timeout: float | None) -> blocks_pb2.LocateResponse:
+        if not packed:
+            return blocks_pb2.LocateResponse()
         self.reader.count(calls=1)
         request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
         return await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))

@@ -63,9 +63,13 @@ class Filter:
     keys: Collection[bytes | str] = ()
 
     def __post_init__(self) -> None:
-        for name, values in (("caches", self.caches), ("keys", self.keys)):
-            if isinstance(values, (str, bytes)):
+        for name in self.__slots__:
+            values = getattr(self, name)
+            if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
                 raise errors.InvalidArgument(name, values, "a list, even of one")
+        for name, kind in (("types", EventType), ("causes", Cause)):
+            for index, each in enumerate(getattr(self, name)):
+                errors.require_kind(f"{name}[{index}]", each, kind)
         for index, group in enumerate(self.groups):
             errors.require_within(f"groups[{index}]", group, 0, MAX_GROUPS - 1)
         if len(self.keys) > MAX_KEY_PREFIXES:
@@ -94,6 +98,7 @@ class Start:
     since_time_ns: int | None = None
 
     def __post_init__(self) -> None:
+        errors.require_kind("since", self.since, Cursor, type(None))
         given = (self.since is not None, self.oldest, self.snapshot, self.since_time_ns is not None)
         if sum(given) > 1:
             raise errors.InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
@@ -103,7 +108,7 @@ class Start:
 
 
 class Watch:
-    """``async for item in watch``. Close the watch, or use it as a context manager, to end the stream at once.
+    """A stream of events: ``async for item in watch``. Close it, or use it as a context manager, to end it at once.
 
     A cancelled ``anext`` loses nothing: the next ``anext`` resumes. :attr:`cursor` is the last id of the items taken,
     :attr:`newest` the daemon's last id as of its last batch; both are None before the first batch.
@@ -119,7 +124,7 @@ class Watch:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> None:
-        errors.require_within("heartbeat_s", heartbeat_s, 0.01, 3600, "0.01 to 3600 seconds")
+        errors.require_within("heartbeat_s", heartbeat_s, 0.01, 3600.0, "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
         self.live = False

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
@@ -15,7 +16,7 @@ from kvtier import types
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE
 from kvtier.abi.spec import CacheSpec
-from kvtier.errors import DaemonError, InvalidArgument, require_within
+from kvtier.errors import DaemonError, InvalidArgument, require_kind, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
@@ -69,7 +70,7 @@ class GroupSpan:
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """A stored prefix of ``blocks`` blocks, with a span for each window group that the request named.
+    """A stored prefix of ``blocks`` blocks. ``groups``: a span for each window group that the request named.
 
     ``as_of``: the last event that the answer includes. ``remote_blocks``: the length of the prefix with the blocks of
     the remote store, where the request asked for it; it may turn out shorter.
@@ -160,7 +161,7 @@ class Locations(Sequence[Location]):
 
 @dataclass(slots=True, frozen=True)
 class ReadCounts:
-    """Counts of a cache object's lookups and gets since it was opened, over all window groups.
+    """Counts of lookups and gets of a cache object since it was opened; all window groups count.
 
     ``lookups``: verbs answered from shared memory. ``hits``: blocks copied without a call; ``misses``: blocks that a
     get found absent without a call. ``reuses``: void copies of blocks, whose slot was given away meanwhile. ``calls``:
@@ -267,12 +268,38 @@ def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
     return prefix
 
 
+P = ParamSpec("P")
+M = TypeVar("M", bound=Message)
+_HOLDS: Final[Mapping[int, str]] = {
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "text",
+    FieldDescriptor.TYPE_UINT32: "0 to 2^32 - 1, as a whole number",
+    FieldDescriptor.TYPE_UINT64: "0 to 2^64 - 1, as a whole number",
+}
+
+
+def message(kind: Callable[P, M], *args: P.args, **fields: P.kwargs) -> M:
+    """Makes a message. Raises :class:`InvalidArgument` for a value that its field cannot hold."""
+    try:
+        return kind(*args, **fields)
+    except (TypeError, ValueError) as error:
+        make: Any = kind
+        for name, value in fields.items():
+            try:
+                make(**{name: value})
+            except (TypeError, ValueError):
+                holds = make.DESCRIPTOR.fields_by_name[name].type
+                raise InvalidArgument(name, repr(value), _HOLDS.get(holds, str(error))) from error
+        raise
+
+
 MAX_COUNT: Final = (1 << 32) - 1
-_MOST_RECOMPUTE_S: Final = 3600
+_MOST_RECOMPUTE_S: Final = 3600.0
 
 
 def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
     """Keys of several chains in wire format; errors name the chain."""
+    require_kind("chains", chains, Iterable)
     return [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
 
 
@@ -321,14 +348,12 @@ def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
 
 def session_number(session_id: int) -> int:
     """A session's number, checked. Raises :class:`InvalidArgument`."""
-    require_within("session_id", session_id, 1, (1 << 64) - 1, "1 to 2^64 - 1")
-    return session_id
+    return require_within("session_id", session_id, 1, (1 << 64) - 1, "1 to 2^64 - 1")
 
 
 def _u64(field: str, value: int) -> int:
     """A u64, checked here because protobuf's own error names no field."""
-    require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
-    return value
+    return require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
 
 
 def _bytes(field: str, value: types.AnySize) -> int:
@@ -340,12 +365,13 @@ def _bytes(field: str, value: types.AnySize) -> int:
 
 def recompute_to_wire(seconds: float) -> int:
     """The cost of computing a block, in nanoseconds. Raises :class:`InvalidArgument`."""
-    require_within("recompute_seconds_per_block", seconds, 0, _MOST_RECOMPUTE_S, f"0 to {_MOST_RECOMPUTE_S} seconds")
+    require_within("recompute_seconds_per_block", seconds, 0, _MOST_RECOMPUTE_S, f"0 to {_MOST_RECOMPUTE_S:g} seconds")
     return round(seconds * 1e9)
 
 
-def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
-    return [_budget(tier, asked) for tier, asked in budgets.items()]
+def budgets_to_wire(budgets: Budgets | None) -> list[caches_pb2.TierBudget]:
+    require_kind("budgets", budgets, Mapping, type(None))
+    return [_budget(tier, asked) for tier, asked in (budgets or {}).items()]
 
 
 def _budget(tier: types.AnyTier, asked: types.AnySize | Sequence[types.AnySize]) -> caches_pb2.TierBudget:
@@ -360,17 +386,25 @@ def _budget(tier: types.AnyTier, asked: types.AnySize | Sequence[types.AnySize])
 
 
 def options_to_wire(options: types.CacheOptions) -> caches_pb2.CacheOptions:
-    return caches_pb2.CacheOptions(
+    require_kind("options", options, types.CacheOptions)
+    require_kind("options.write_policy", options.write_policy, types.WritePolicy)
+    require_kind("options.thresholds", options.thresholds, Mapping)
+    return message(
+        caches_pb2.CacheOptions,
         write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
         eviction=options.eviction,
         event_hash=options.event_hash,
         keep_tokens=options.keep_tokens,
-        thresholds=[
-            caches_pb2.EdgeThreshold(to=tier_to_wire(below), min_priority=least, **{"from": tier_to_wire(above)})
-            for (above, below), least in options.thresholds.items()
-        ],
+        thresholds=[_threshold(edge, least) for edge, least in options.thresholds.items()],
         checksum=options.checksum,
     )
+
+
+def _threshold(edge: tuple[types.AnyTier, types.AnyTier], least: int) -> caches_pb2.EdgeThreshold:
+    if not isinstance(edge, tuple) or len(edge) != 2:
+        raise InvalidArgument("options.thresholds", edge, "least priorities by edge, a tuple of two tiers")
+    above, below = map(tier_to_wire, edge)
+    return message(caches_pb2.EdgeThreshold, to=below, min_priority=least, **{"from": above})
 
 
 def options_from_wire(message: caches_pb2.CacheOptions) -> types.CacheOptions:
@@ -467,8 +501,9 @@ class Filled(Protocol):
     """A lease with slots to commit."""
 
     id: int
-    slots: tuple[int, ...]
 
+    @property
+    def slots(self) -> tuple[int, ...]: ...
     @property
     def binding(self) -> Bound: ...
 
@@ -496,6 +531,8 @@ def commit_request(
     count = len(packed) // KEY_BYTES
     if count > len(indices):
         raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+    if prompt is not None and not hasattr(prompt, "told"):
+        raise InvalidArgument("prompt", repr(prompt), "made by Cache.prompt")
     kept = block_retention(count, lease.binding.info.spec.tokens_per_block, priorities, retention)
     if parent is None and prompt is not None:
         parent = prompt.parent_of(packed[:KEY_BYTES])

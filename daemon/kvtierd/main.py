@@ -82,12 +82,20 @@ def main(
 
 
 def _check_files(loaded: Loaded) -> None:
-    """Ends the process if a start could not use a TLS file or the store."""
+    """Ends the process if a start could not use a TLS file, the store or the disk tier. Warns of shrunken caches."""
+    from kvtierd.service.promises import shortages
+    from kvtierd.tiers.base import TierConfigError
+
     tcp = loaded.config.tcp
     tls = loaded.config.peer_tls if tcp is None else tcp.tls
     faults = [] if tls is None else [f"{name} = {path}: {reason}" for name, path, reason in tls.faults()]
     if loaded.config.remote is not None:
         faults += _store_faults(loaded.config.remote)
+    try:
+        for warning in shortages(loaded.config):
+            click.echo(logs.marked(f"kvtierd: warning: {warning}", logging.WARNING), err=True)
+    except TierConfigError as error:
+        faults.append(str(error))
     if faults:
         _fail(EXIT_BAD_CONFIG, "\n".join(loaded.located(fault) for fault in faults))
 

@@ -47,7 +47,7 @@ class User:
     gids: frozenset[int]
 
     def __str__(self) -> str:
-        return f"uid {self.uid} (gids {', '.join(map(str, sorted(self.gids)))})"
+        return f"uid {self.uid}" + (f" (gids {', '.join(map(str, sorted(self.gids)))})" if self.gids else "")
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 class DurableSequencer(EventSequencer):
     """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
 
-    __slots__ = ("_state",)
-
     def __init__(self, state: StateDir) -> None:
         super().__init__(state.identity.last)
         self._state = state
@@ -113,7 +111,9 @@ class StateDir:
         try:
             before = _read(path)
             if before is None:
-                _write(path, before := _before_the_first())
+                # Of a new directory: no life has begun, and no id has been given out.
+                before = State(epoch=1, boot=0, epoch_first=1, last=0, clean=True, history=secrets.randbits(63))
+                _write(path, before)
             return cls(path, lock, _next_life(before))
         except BaseException:
             lock.release()
@@ -160,11 +160,6 @@ class StateDir:
     def _store(self, state: State) -> None:
         _write(self._path, state)
         self._state = state
-
-
-def _before_the_first() -> State:
-    """The state of a new directory: no life has begun, and no id has been given out."""
-    return State(epoch=1, boot=0, epoch_first=1, last=0, clean=True, history=secrets.randbits(63))
 
 
 def _next_life(before: State) -> Identity:

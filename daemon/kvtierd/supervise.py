@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NoReturn
 
 from kvtierd.notify import FIRST_FD, MAX_FDS, SOCKET_VARIABLE, PassedFd
@@ -153,7 +154,8 @@ class _Supervisor:
                     continue
                 pause_s = FIRST_PAUSE_S if loop.time() - began >= STEADY_S else pause_s
                 _log.error("the daemon died status=%d kept=%d again_in=%.1f", status, len(self._store.kept), pause_s)
-                if await self._stopped_within(pause_s):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), pause_s)
                     return status
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
@@ -177,14 +179,6 @@ class _Supervisor:
         _, status = os.waitpid(pid, 0)  # noqa: ASYNC222  it has ended
         code = os.waitstatus_to_exitcode(status)
         return code if code >= 0 else 128 - code
-
-    async def _stopped_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _ask_to_stop(self) -> None:
         self._stop.set()

@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvtier.abi import memory
 from kvtierd import supervise
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.main import main
-from kvtierd.service.resizing import FormerLife
+from kvtierd.service import assembly, catalog
 from kvtierd.tiers.arena import Arena
 
 
@@ -54,7 +53,8 @@ def hangs_when_told() -> None:
 
 def dies_in_a_resize() -> None:
     """The first call of the function that $KVTIER_DIES names ends in SIGKILL; $KVTIER_DIED is a file that is made."""
-    of: object = {"give_back": memory}.get(name := os.environ["KVTIER_DIES"], FormerLife)
+    places = {"copy_slot": Arena, "carry": assembly}
+    of: object = places.get(name := os.environ["KVTIER_DIES"], catalog)
     function = getattr(of, name)
 
     def dies(*given: object, **named: object) -> object:

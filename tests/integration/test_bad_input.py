@@ -3,13 +3,16 @@
 A negative size is a huge one by the time it is on the wire: fields are unsigned.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 
 from kvtier import Tier
@@ -20,6 +23,7 @@ from tests.integration.blocks import SLOT_BYTES, SPEC, chain, sizes
 from tests.integration.raw import RawClient, attached
 from tests.integration.seeing import state
 
+ROOT = Path(__file__).parents[2]
 Code = grpc.StatusCode
 BAD, MISSING, NOT_NOW = Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.FAILED_PRECONDITION
 DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_DISK
@@ -139,10 +143,12 @@ move = Verb("Move", blocks_pb2.MoveRequest, cache_id=cache_of, to=DISK, keys=PAC
 drop = Verb("Drop", blocks_pb2.DropRequest, cache_id=cache_of, keys=PACKED)
 listing = Verb("List", blocks_pb2.ListBlocksRequest, cache_id=cache_of)
 open_ = Verb("Open", caches_pb2.OpenRequest, name="never-made", spec=spec_to_wire(SPEC))
+pin = Verb("Pin", blocks_pb2.PinRequest, cache_id=cache_of, tier=HOST, keys=PACKED)
+retain = Verb("SetRetention", blocks_pb2.SetRetentionRequest, cache_id=cache_of, keys=PACKED, priorities=bytes(3))
 close = Verb("Close", caches_pb2.CloseRequest, cache_id=cache_of)
 
-BY_KEYS = (match, locate, checksums, touch, move, drop)
-BY_GROUP = (locate, checksums, touch, move, drop, reserve, listing)
+BY_KEYS = (match, locate, checksums, touch, move, drop, pin, retain)
+BY_GROUP = (locate, checksums, touch, move, drop, pin, retain, reserve, listing)
 BY_GROUPS = (match, acquire)
 BY_CACHE = (*BY_GROUP, *BY_GROUPS, commit, release, close)
 
@@ -180,6 +186,8 @@ MANY = b"".join(chain("many", MAX_KEYS + 1))
 
 NAMES = ("", "x" * 129, "../../etc", "a/b", "a b", "a\n", ".a", "-rf", "caché", "..", "a\0b")
 
+NO_PARENTS: dict[str, Any] = {"Commit": {"slots": [], "parents": b""}}
+
 CASES = [
     *(verb.refused("cache_id", "12345", cache_id=12345, **UNKNOWN_CACHE) for verb in BY_CACHE),
     *(
@@ -194,6 +202,7 @@ CASES = [
         refusal
         for verb in (*BY_KEYS, commit)
         for refusal in (
+            verb.refused("keys", "no keys", "at least one", keys=b"", **NO_PARENTS.get(verb.method, {})),
             verb.refused("keys", "95 bytes", "keys of 32 bytes", keys=PACKED[:-1]),
             verb.refused("keys", f"{MAX_KEYS + 1} keys", f"at most {MAX_KEYS} keys", keys=MANY),
         )
@@ -229,6 +238,7 @@ CASES = [
     commit.refused("priorities[1]", "101", "0 to 100", priorities=bytes([100, 101])),
     # acquire
     acquire.refused("chains", "0", "1 to 1024", chains=[]),
+    acquire.refused("chains[1].keys", "no keys", "at least one", chains=chains((PACKED, 0), (b"", 0))),
     acquire.refused("chains", "1025", "1 to 1024", chains=chains((PACKED, 0)) * 1025),
     acquire.refused("chains[0].keys", "95 bytes", "32 bytes", chains=chains((PACKED[1:], 0))),
     acquire.refused("chains[0].keys[1]", KEYS[0].hex(), "different from", chains=chains((KEYS[0] * 2, 0))),
@@ -314,3 +324,32 @@ async def test_refused_calls_leave_a_lease_usable(daemon, name):
                 await raw.refusal(stub(raw, case.method), case.request(scene))
         assert (await raw.call(raw.stubs.blocks.Commit, commit.request(scene))).results == bytes(2)
         await raw.call(raw.stubs.blocks.Release, release.request(scene))
+
+
+ROWS = re.findall(
+    r"^\| (`(?:Caches|Blocks|Transfer)\..*) \| (.*) \|$", (ROOT / "docs/wire.md").read_text(), re.MULTILINE
+)
+NEEDED = {call: re.findall(r"`(\w+)`", fields) for calls, fields in ROWS for call in re.findall(r"`([\w.]+)`", calls)}
+VERBS = (match, locate, reserve, commit, acquire, release, move, drop, pin, retain, open_, close)
+
+
+def test_the_page_knows_the_calls_and_their_fields():
+    assert {call.partition(".")[2] for call in NEEDED} == {verb.method for verb in VERBS} | {"Put", "Get"}
+    for call, fields in NEEDED.items():
+        service, method = call.split(".")
+        asked = descriptor_pool.Default().FindServiceByName(f"kvtier.v1.{service}").methods_by_name[method].input_type
+        nested = [field.message_type for field in asked.fields if field.message_type is not None]
+        nested += [
+            field.message_type for message in nested for field in message.fields if field.message_type is not None
+        ]
+        assert set(fields) <= {field.name for message in (asked, *nested) for field in message.fields}, call
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.method)
+async def test_a_needed_field_left_out_is_refused(scene, verb):
+    (fields,) = (fields for call, fields in NEEDED.items() if call.endswith(f".{verb.method}"))
+    for field in {*fields} - ({"keys"} if verb is acquire else set()):
+        request = verb.request(scene, **({"name": "not-there"} if verb is open_ else {}))
+        request.ClearField(field)
+        assert (await scene.raw.refusal(stub(scene.raw, verb.method), request)).code in (BAD, MISSING), field

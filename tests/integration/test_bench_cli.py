@@ -1,16 +1,30 @@
 """Every benchmark runs, on sizes of no significance, and prints its figures in the documented form."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda import fake_environment
+from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, kvtier
+from tests.integration.waiting import eventually
 
 FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
+TIERS = "from kvtier.bench import host; asyncio.run(host.tiers((65536,), 10**6, 32 << 20))"
+EVENTS = "from kvtier.bench import host; asyncio.run(host.events(2, 10**6, 64))"
+STOPPED = """from kvtier.replay.private import PrivateDaemon, Tier
+async def main():
+    async with PrivateDaemon({Tier.HOST: 1 << 20}) as daemon:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        await asyncio.sleep(600)
+asyncio.run(main())"""
 
 
 def results(measurement):
@@ -79,7 +93,58 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
     assert "cuda:7" in said.stderr
 
 
-def test_results_are_a_table_without_json():
-    said = kvtier("bench", "client", "--block-bytes", "4096", "--rounds", "1").stdout
-    assert "client.daemon_cpu" in said
-    assert "ratio" in said
+def processes(directory):
+    """The processes whose temporary directory this is, or was: command lines by pid."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={directory}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                found[int(place.name)] = (place / "cmdline").read_bytes().decode()
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            pass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("work", "number"),
+    [
+        *((TIERS, number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)),
+        *((EVENTS, number) for number in (signal.SIGINT, signal.SIGKILL)),
+        (STOPPED, signal.SIGKILL),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value.split()[-1].split("(")[0],
+)
+async def test_nothing_is_left_of_private_daemons(work, number):
+    """Neither a process nor a file, whatever ends the process that started the daemon."""
+
+    def started():
+        names = "".join(processes(home).values())
+        return {
+            TIERS: bool(list(home.glob("*/raw"))),
+            EVENTS: names.count("import spawn_main") == 2 and bool(list(home.glob("*/run/attach.sock"))),
+            STOPPED: any("State:\tT" in Path(f"/proc/{pid}/status").read_text() for pid in processes(home)),
+        }[work]
+
+    with tempfile.TemporaryDirectory(prefix="kv-") as name:
+        home = Path(name)
+        own_signals = ("env", "--default-signal=INT,TERM,HUP")  # a test run under nohup ignores SIGHUP
+        command = [*own_signals, sys.executable, "-c", f"import asyncio, os, signal\n{work}"]
+        env = {**os.environ, "TMPDIR": name}
+        with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:  # noqa: ASYNC220
+            try:
+                await eventually(started, bool)
+            finally:
+                process.send_signal(number)
+        await eventually(lambda: processes(home), lambda left: not left)
+        assert os.listdir(name) == []
+
+
+def test_results_are_a_table_after_a_bar_on_a_terminal():
+    bench = ("bench", "client", "--block-bytes", "4096", "--rounds", "1")
+    with terminal(*bench) as shown:
+        shown.until("measurement 1 ")
+        shown.until("client.daemon_cpu")
+        assert shown.ended() == 0
+    piped = kvtier(*bench)
+    assert piped.stderr == ""
+    assert "ratio" in piped.stdout

@@ -128,9 +128,8 @@ async def test_blocks_go_in_and_come_out(client, daemon, cache):
         assert_bytes(KEYS, await (await other.open_cache(cache.name, SPEC)).get(KEYS))
     async with cache.acquire(KEYS) as lease:
         memory: Any = lease.memory
-        pool = memory.pools(0)[0]
         view: Any = lease.view(1)[0]
-        assert (view.address, view.readonly) == (pool.address(lease.slots[1]), True)
+        assert (view.address, view.readonly) == (memory.view(0, lease.slots[1], write=True)[0].address, True)
         assert lease.unchanged()
 
 

@@ -67,7 +67,8 @@ GIVE_BACK = {
 async def test_slots_are_given_back_after_the_work(client, daemon, cache, way):
     async with await patient(daemon.address) as other:
         theirs, gate = await other.open_cache(cache.name, SPEC), Gate()
-        task = await begun(GIVE_BACK[way](other, theirs, await read(theirs), gate), gate)
+        lease = await read(theirs)
+        task = await begun(GIVE_BACK[way](other, theirs, lease, gate), gate)
         assert await held(client, cache) == (0, 3)
         gate.open()
         await task
@@ -136,9 +137,9 @@ async def test_no_goodbye_is_said_to_work_that_does_not_end(client, daemon, cach
     """The slots stay out of circulation until the process, which may still touch them, is gone."""
     monkeypatch.setattr(session, "_WORK_GRACE_S", SOON_S)
     other = await patient(daemon.address)
-    await read(await other.open_cache(cache.name, SPEC))
+    lease = await read(await other.open_cache(cache.name, SPEC))
     await other.close(stream=Gate())
-    assert await held(client, cache) == (0, 3)
+    assert (await held(client, cache), lease.released) == ((0, 3), False)
     assert (await cache.drop(KEYS)).results == [BlockResult.HELD] * 3
 
 

@@ -229,4 +229,4 @@ def test_a_start_without_bindings_or_driver_says_so(short_dir):
     (hidden / "cuda").mkdir(parents=True)
     (hidden / "cuda" / "__init__.py").write_text("")
     daemon.variables = {"PYTHONPATH": f"{hidden}:{os.environ.get('PYTHONPATH', '')}"}
-    assert "pip install 'kvtier[cuda]'" in refused(daemon, status=2)
+    assert "pip install '.[cuda]' in a clone of kvtier" in refused(daemon, status=2)

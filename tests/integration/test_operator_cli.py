@@ -1,6 +1,7 @@
 """An operator steps in by hand: moves, leases, kicks, caches, against a real daemon."""
 
 import json
+import os
 
 import pytest
 
@@ -77,7 +78,7 @@ async def test_a_hanging_client_is_kicked(at, client, cache):
     assert "no such session" in kvtier("kick", session, *at, status=1).stderr
 
 
-async def test_cache_ls(at, cache):
+async def test_cache_ls(at, cache, client):
     await put_chain(cache, cache.name, 3)
     (info,) = [each for each in answer("cache", "ls", *at) if each["name"] == cache.name]
     assert (info["model"], info["blocks"], info["sessions"]) == (SPEC.model, 3, 1)
@@ -86,7 +87,16 @@ async def test_cache_ls(at, cache):
     assert group["block_bytes"] == SPEC.block_bytes(0)
     assert [(tier["tier"], tier["slots"]) for tier in group["tiers"]] == [("device", 8), ("host", 8), ("disk", 16)]
     assert group["tiers"][2]["bytes"] == 16 * SLOT_BYTES
-    assert cache.name in kvtier("cache", "ls", *at).stdout
+    assert (info["idle_s"], info["last_user"]) == (0, f"uid {os.getuid()}")
+    await cache.close()
+
+    async def idle():
+        return next(each for each in await client.caches() if each.name == cache.name)
+
+    left = await eventually(idle, lambda told: told.idle_s > 0)
+    assert (left.sessions, left.last_user) == (0, info["last_user"])
+    row = next(line for line in kvtier("cache", "ls", *at).stdout.splitlines() if cache.name in line)
+    assert "0:00:" in row and left.last_user in row
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,18 @@ import asyncio
 
 import pytest
 
-from kvtier import BlockResult, CacheOptions, Cause, Event, EventType, InvalidArgument, Tier, WritePolicy, connect
+from kvtier import (
+    BlockResult,
+    CacheOptions,
+    CallerError,
+    Cause,
+    Event,
+    EventType,
+    InvalidArgument,
+    Tier,
+    WritePolicy,
+    connect,
+)
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import cache_stats
@@ -81,7 +92,7 @@ async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon):
         assert cache.tiers == (Tier.DISK,)
         keys = chain("nowhere", 2)
         for call in (cache.reserve(1), cache.acquire(keys), cache.put(keys, blocks(keys))):
-            with pytest.raises(InvalidArgument, match="tier"):
+            with pytest.raises(CallerError, match="has only disk"):
                 await call
         assert (await cache.match(keys)).blocks == 0
         assert await cache.move(keys, Tier.DISK) == [BlockResult.NOT_FOUND] * 2

@@ -2,22 +2,41 @@
 
 import asyncio
 import gc
+import os
+import re
+import subprocess
+import sys
+import time
 import traceback
 import warnings
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvtier import CacheOptions, Client, ClientClosed, InvalidArgument, LeaseLost, SpecMismatch, Tier, TierFull, connect
+from kvtier import (
+    CacheOptions,
+    Client,
+    ClientClosed,
+    InvalidArgument,
+    LeaseLost,
+    Retention,
+    Scope,
+    SpecMismatch,
+    Tier,
+    TierFull,
+    chain_keys,
+    connect,
+)
 from kvtier.types import BlockResult
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.conftest import own_cache, own_daemon
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
 LIMIT = 16_384
-daemon = own_daemon(device=64, host=64)
+daemon = own_daemon(device=64, host=64, disk=64)
 cache = own_cache(device=8, host=8)
 
 
@@ -62,17 +81,51 @@ async def test_a_refusal_shows_nothing_of_grpc(client, cache):
         assert "AioRpcError" not in shown
 
 
-async def test_a_forgotten_lease_warns_and_goes_back_with_its_cache(client, cache):
+async def test_a_forgotten_lease_warns_and_goes_back(client, cache):
+    """At once, but for leases whose slots the caller has seen and may still use."""
     with pytest.warns(ResourceWarning) as warned:
         await cache.reserve(3, tier=Tier.HOST)
+        seen = await cache.reserve(1, tier=Tier.HOST)
+        view = seen.view(0)
+        del seen
         around = [await cache.reserve(2, tier=Tier.HOST)]
         around.append(around)  # for the garbage collector
         del around
         gc.collect()
-    assert [str(each.message).split(": ", 2)[2] for each in warned] == ["3 host slots, held>", "2 host slots, held>"]
-    assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 5, "views of it may be in use"
+    assert [str(each.message).split(": ", 2)[2] for each in warned] == [f"{n} host slots, held>" for n in (3, 1, 2)]
+    await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.blank == 1)
+    view[0][:] = 1
     await cache.release_all()
     assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 0
+
+
+def test_a_thread_forgets_a_lease(daemon, name):
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
+        cache.put(keys := chain(name, 2), blocks(keys))
+        with pytest.warns(ResourceWarning):
+            for take in (lambda: cache.reserve(3), lambda: cache.acquire(keys), lambda: cache.across.acquire(keys)):
+                take()
+        with cache.reserve(6, timeout=PATIENCE_S):  # the client waits for its own releases
+            pass
+        assert not client.leases()
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "streamed"])
+async def test_a_get_waits_for_slots_that_others_hold_and_names_them(client, name, mapped):
+    cache, keys = await client.open_cache(name, SPEC, budgets=sizes(host=4, disk=8)), chain(name, 2)
+    reader = await client.open_cache(name, mapped=mapped)
+    await cache.put(keys, blocks(keys))
+    await cache.move(keys, "disk")
+    async with cache.reserve(3), cache.reserve(1):
+        for get in (reader.get, reader.across.get):
+            began = time.monotonic()
+            with pytest.raises(TierFull, match=rf"; held by pid {os.getpid()} .* \(4 slots\)"):
+                await get(keys, timeout=1.5)
+            assert time.monotonic() - began >= 1.4
+        waiting = asyncio.create_task(reader.get(keys, timeout=PATIENCE_S))
+        await eventually(lambda: reader.reads.calls, lambda calls: calls >= 3)
+    assert_bytes(keys, await waiting)
 
 
 async def test_leases_that_are_over_do_not_warn(daemon, name):
@@ -198,3 +251,109 @@ def test_a_thread_begins_a_verb_and_looks_later(daemon, name):
     assert left.cancelled()
     with pytest.raises(ClientClosed):
         client.submit(lambda: cache.inner.get(keys))
+
+
+KEYS = chain("wrong", 2)
+WRONG = {
+    "to = 7: must be device or host or disk": lambda cache, _: cache.move(KEYS, 7),
+    "timeout = '5': must be above 0 and at most 3600 seconds, as a number": lambda cache, _: cache.get(
+        KEYS, timeout="5"
+    ),
+    "keys[0] = str: must be bytes": lambda cache, _: cache.match("abc"),
+    "count = 2.5: must be 1 or more, as a whole number": lambda cache, _: cache.reserve(2.5),
+    "count = '4': must be 1 or more": lambda cache, _: cache.reserve("4"),
+    "retention = 5: must be of type Retention": lambda cache, _: cache.acquire(KEYS, retention=5),
+    "prompt = 'x': must be of type Prompt": lambda cache, _: cache.put(KEYS, blocks(KEYS), prompt="x"),
+    "blocks = None: must be of type Sized": lambda cache, _: cache.put(KEYS, None),
+    "dry_run = 'yes': must be True or False": lambda cache, _: cache.drop(KEYS, dry_run="yes"),
+    "repeats = -1: must be 0 to 2^64 - 1": lambda cache, _: cache.reset(repeats=-1),
+    "token_ids = abc: must be one-dimensional": lambda cache, _: cache.prompt("abc"),
+    "ticket = 5: must be of type LeaseTicket": lambda cache, _: cache.join(5),
+    "name = 5: must be text": lambda _, client: client.open_cache(5),
+    "spec = 'x': must be of type CacheSpec": lambda _, client: client.open_cache("x", "x"),
+    "budgets = 5: must be of type Mapping": lambda _, client: client.open_cache("x", SPEC, budgets=5),
+    "budgets[host] = True: must be": lambda _, client: client.open_cache("x", SPEC, budgets={"host": True}),
+    "options = {}: must be of type CacheOptions": lambda _, client: client.open_cache("x", SPEC, options={}),
+    "options.thresholds = host: must be": lambda _, client: client.open_cache(
+        "x", SPEC, options=CacheOptions(thresholds={"host": 5})
+    ),
+    "types = stored: must be a list": lambda _, client: client.watch(types="stored"),
+    "since = 5: must be of type Cursor": lambda _, client: client.watch(since=5),
+    "session_id = '4': must be 1 to 2^64 - 1": lambda _, client: client.kick("4"),
+}
+
+
+async def test_a_wrong_argument_is_named_with_its_limit(client, cache):
+    for says, call in WRONG.items():
+        with pytest.raises(InvalidArgument, match="^" + re.escape(says)):
+            await call(cache, client)
+    for field, make in {
+        "token_ids": lambda: chain_keys(cast(Any, "abc"), 32),
+        "scope": lambda: chain_keys([1], 1, cast(Any, "tenant-a")),
+        "scope.lora_id": lambda: Scope(cast(Any, "tenant-a")),
+        "spec": lambda: SPEC.from_dict({}),
+    }.items():
+        with pytest.raises(InvalidArgument) as refused:
+            make()
+        assert refused.value.field == field
+    with pytest.raises(InvalidArgument, match="decode_priority = 'high': must be 0 to 100"):
+        Retention(decode_priority=cast(Any, "high"))
+
+
+def test_a_thread_is_told_the_same(daemon, name):
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
+        for says, call in WRONG.items():
+            with pytest.raises(InvalidArgument, match="^" + re.escape(says)):
+                call(cache, client)
+
+
+QUIET = {
+    "another client outlives one that watches": """
+with kvtier.Client(address) as other, other.watch(heartbeats=True, heartbeat_s=0.05) as beats:
+    for _ in range(10):
+        client = kvtier.Client(address)
+        next(iter(client.watch(heartbeats=True, heartbeat_s=0.05)))
+        client.close()
+        next(beats)
+""",
+    "a thread watches at the end": """
+client = kvtier.Client(address)
+watch, begun = client.watch(heartbeats=True, heartbeat_s=0.05), threading.Event()
+threading.Thread(target=lambda: [begun.set() for _ in watch], daemon=True).start()
+begun.wait()
+""",
+    "calls are cancelled with their loop": """
+async def main():
+    client = await kvtier.connect(address)
+    caches = [await client.open_cache("quiet", mapped=mapped) for mapped in (True, False)]
+    async def work(cache):
+        while True:
+            async with cache.acquire(keys):
+                await cache.get(keys)
+            await client.stats()
+    kept = [asyncio.create_task(work(cache)) for cache in caches * 2]
+    await asyncio.sleep(0.3)
+    sys.exit(0)
+asyncio.run(main())
+""",
+    "a watch is cancelled with its loop": """
+async def main():
+    client = await kvtier.connect(address)
+    async for _ in client.watch(heartbeats=True, heartbeat_s=0.05):
+        break
+asyncio.run(main())
+""",
+}
+
+
+@pytest.mark.parametrize("program", QUIET.values(), ids=list(QUIET))
+def test_an_ending_client_prints_nothing(daemon, program):
+    with Client(daemon.address) as client:
+        client.open_cache("quiet", SPEC, budgets=sizes(host=8)).put(KEYS, blocks(KEYS))
+    begin = (
+        "import asyncio, sys, threading, kvtier\naddress, *keys = sys.argv[1:]\nkeys = list(map(bytes.fromhex, keys))\n"
+    )
+    command = [sys.executable, "-c", begin + program, daemon.address, *(key.hex() for key in KEYS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

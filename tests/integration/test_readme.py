@@ -42,7 +42,7 @@ class Reader:
         """What it would do; the demonstration is short enough to be run."""
         planned = self._run(["make", "--dry-run", *words[1:]])
         if words == ["make", "demo"]:
-            (script,) = re.findall(r"python (examples/\S+)$", planned, re.MULTILINE)
+            (script,) = re.findall(r"python (examples/\w+\.py)$", planned, re.MULTILINE)
             return self._run([sys.executable, script])
         return planned
 

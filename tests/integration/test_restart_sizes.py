@@ -36,9 +36,11 @@ async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, endi
                 if isinstance(event, Event) and event.cache == "large":
                     assert event.cause is (Cause.LOST if end == "kill" else Cause.SHUTDOWN)
                     break
+        assert len((await client.stats()).problems) == 1
         again = await client.open_cache("large", SPEC, budgets=sizes(host=2))
+        assert not (await client.stats()).problems
         assert (await again.match(keys)).blocks == 0
-    assert f"does not fit any more name=large bytes_of_left=host:{8 * SLOT_BYTES}/" in daemon.log
+    assert f"cache large is not served: no room for its {8 * SLOT_BYTES // 1024}.0 KiB of host" in daemon.log
     assert daemon.stop() == 0
 
 
@@ -63,5 +65,5 @@ async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_
             await asyncio.to_thread(daemon.kill)
             assert_bytes(keys, await (await client.open_cache("c")).get(keys))
             assert (await client.open_cache("c")).slots(Tier.DEVICE) == 16 * MIB // SLOT_BYTES
-    assert "not adopted" not in daemon.log
+    assert "not adopted" not in daemon.log and "is dropped" not in daemon.log
     assert daemon.stop() == 0

@@ -1,16 +1,13 @@
-"""A prompt shorter than a block has no keys. It matches, holds and stores nothing, and is no mistake."""
+"""A prompt shorter than a block has no keys. It matches and stores nothing, and is no mistake: the client answers."""
 
 from typing import Any
 
 import pytest
 
 from kvtier import InvalidArgument, Mirror, Scope, Tier, TooShort, chain_keys
-from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import Keys
-from tests.integration.blocks import SPEC, sizes
 from tests.integration.models import VSWA, groups_of
-from tests.integration.raw import attached
-from tests.integration.seeing import state, tier_stats
+from tests.integration.seeing import tier_stats
 from tests.integration.waiting import patient
 
 NONE = chain_keys(range(15), 16, Scope())
@@ -73,32 +70,3 @@ async def test_a_commit_of_none_ends_its_lease(daemon):
         assert await lease.commit(NONE, prompt=cache.prompt(range(15))) == []
         assert await lease.commit(NONE, release=True) == []
         assert (await tier_stats(client, "short", Tier.DEVICE)).held == 0
-
-
-async def test_the_wire_takes_it(daemon):
-    """Other clients than this one ask the daemon."""
-    async with attached(daemon.address) as raw:
-        cache = (await raw.open("short", SPEC, sizes(host=2))).cache_id
-        before = await state(raw)
-        host = common_pb2.TIER_HOST
-        for method, request in {
-            "Match": blocks_pb2.MatchRequest(cache_id=cache),
-            "Locate": blocks_pb2.LocateRequest(cache_id=cache),
-            "Checksums": blocks_pb2.ChecksumsRequest(cache_id=cache),
-            "Touch": blocks_pb2.TouchRequest(cache_id=cache),
-            "Acquire": blocks_pb2.AcquireRequest(cache_id=cache, tier=host, chains=[blocks_pb2.Chain()]),
-            "Move": blocks_pb2.MoveRequest(cache_id=cache, to=host),
-            "Drop": blocks_pb2.DropRequest(cache_id=cache),
-            "SetRetention": blocks_pb2.SetRetentionRequest(cache_id=cache),
-            "Pin": blocks_pb2.PinRequest(cache_id=cache, tier=host),
-        }.items():
-            reply = await raw.call(getattr(raw.stubs.blocks, method), request)
-            told = {field.name for field, _ in reply.ListFields()}
-            assert told <= {"as_of_event", "chains", "groups"}, "nothing is told"
-        header = transfer_pb2.PutHeader(commit=blocks_pb2.CommitRequest(cache_id=cache, seq=1), tier=host)
-        call = raw.stubs.transfer.Put(iter([transfer_pb2.PutChunk(header=header)]), metadata=raw.metadata, timeout=10)
-        assert (await call).results == b""
-        acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=host, chains=[blocks_pb2.Chain()])
-        got = raw.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=raw.metadata, timeout=10)
-        assert [chunk.header.found.blocks async for chunk in got] == [0]
-        assert await state(raw) == before

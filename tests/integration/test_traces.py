@@ -141,5 +141,5 @@ def test_without_the_extra_the_start_names_it(start_fresh, tmp_path):
     before = tree(daemon.state_dir)
     said = refused(daemon, "--traces", "http://127.0.0.1:4317", status=2)
     assert said.startswith("kvtierd: ")
-    assert "traces = http://127.0.0.1:4317: needs pip install 'kvtier[otel]'" in said
+    assert "traces = http://127.0.0.1:4317: needs pip install '.[otel]' in a clone of kvtier" in said
     assert tree(daemon.state_dir) == before

@@ -43,6 +43,13 @@ def test_the_vectors_know_every_part_of_a_key():
     assert set().union(*VECTORS["keys"]) == parts | {"name", "token_ids", "tokens_per_block", "root", "keys"}
 
 
+def test_heartbeats_are_as_far_apart_as_the_page_says(start_daemon):
+    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", EVERYBODY, host=8)
+    with Client(daemon.tcp_address, insecure=True) as client:
+        told = client.inner._session.welcome.heartbeat_ns / 1e9
+    assert f"every heartbeat_ns, by default {told:g} s" in (ROOT / "docs/wire.md").read_text()
+
+
 @pytest.mark.long
 def test_a_client_in_node_does_as_the_page_says(start_daemon, tmp_path):
     """It derives the same keys, stores blocks that Python reads, and reads them itself."""

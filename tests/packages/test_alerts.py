@@ -30,7 +30,7 @@ def said(*command):
 
 
 def test_promtool_accepts_the_rules(promtool):
-    assert "9 rules found" in said(promtool, "check", "rules", ROOT / "deploy/alerts.yml")
+    assert "15 rules found" in said(promtool, "check", "rules", ROOT / "deploy/alerts.yml")
 
 
 def test_a_lost_tier_and_a_daemon_that_does_not_answer_fire(promtool, tmp_path):

@@ -1,5 +1,6 @@
 """The Debian package, built and installed in a clean Debian 12."""
 
+import gzip
 import os
 import shutil
 import subprocess
@@ -84,8 +85,12 @@ def test_a_daemon_serves_as_the_user(installed):
 
 
 def test_every_command_has_a_manual_page_and_completions(installed):
-    pages = {path.name for path in (installed / "usr/share/man/man1").iterdir()}
-    assert {"kvtier.1.gz", "kvtierd.1.gz", "kvtier-status.1.gz", "kvtier-cache-ls.1.gz"} <= pages
+    pages = {path.name: gzip.decompress(path.read_bytes()).decode() for path in installed.glob("usr/share/man/man?/*")}
+    assert {"kvtier.1.gz", "kvtierd.8.gz", "kvtier-status.1.gz", "kvtier-cache-ls.1.gz"} <= pages.keys()
+    for text in pages.values():
+        name = text.split(".SH NAME\n")[1].splitlines()[0]
+        assert not name.endswith("..."), name
+    assert pages["kvtierd.8.gz"].startswith('.TH "KVTIERD" "8"')
     for name in ("bash-completion/completions/kvtier", "zsh/vendor-completions/_kvtier"):
         assert "_KVTIER_COMPLETE" in (installed / "usr/share" / name).read_text()
 

@@ -46,4 +46,4 @@ def test_an_engine_that_is_not_installed_says_how(tmp_path: Path, url: str, modu
         f"from kvtierd.tiers.remote.opening import open_store; open_store({url!r})"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert f"{FIELD} = {url}: needs pip install 'kvtier[{extra}]'" in run.stderr
+    assert f"{FIELD} = {url}: needs pip install '.[{extra}]' in a clone of kvtier" in run.stderr

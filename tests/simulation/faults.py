@@ -134,6 +134,11 @@ def _shows_the_youngest_first(right: Method, window: WindowManager, ticket: Rese
     window._queues[ticket.tier].rotate(1)
 
 
+def _serves_one_group(right: Method, manager: BlockManager, now: int, window: WindowManager | None = None) -> None:
+    if window is not None and not manager.acquires.tickets:
+        right(manager, now, window)
+
+
 def _wants_nothing(right: Method, acquires: Acquires, ticket: AcquireTicket, now: int) -> None:
     ticket.min_blocks = 0
     right(acquires, ticket, now)
@@ -338,7 +343,7 @@ FAULTS: Final = {
             "queue_overtaken",
             ((WindowManager, "reserve", _shows_the_youngest_first), (WindowManager, "_older_wants", _answers(0))),
         ),
-        Fault("waiting_forgotten", ((BlockManager, "_pump_all", _does_nothing),)),
+        Fault("waiting_forgotten", ((BlockManager, "_pump", _serves_one_group),)),
         Fault("cancelled_but_granted", ((WindowManager, "withdraw", _does_nothing),)),
         Fault("minimum_ignored", ((Acquires, "queue", _wants_nothing),)),
         Fault(

@@ -59,7 +59,7 @@ def event_hashes(
     vocab_size: int | None = None,
     partial: bool = False,
 ) -> bytes:
-    """The hashes of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x ``HASH_BYTES``.
+    """Returns TensorRT-LLM's hashes of full blocks, packed: ``len(token_ids) // tokens_per_block`` x ``HASH_BYTES``.
 
     Args:
         partial: the remaining tokens get a hash of their own.

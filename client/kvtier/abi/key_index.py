@@ -49,7 +49,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import ClassVar, Final, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,10 +169,12 @@ class Presence:
 
     residency: NDArray[np.uint8]
     sure: NDArray[np.bool_]
+    _places: ClassVar[tuple[type[np.generic], ...]] = ()
+    """Types of the further columns."""
 
     @classmethod
     def nothing(cls, count: int, *, sure: bool) -> Self:
-        return cls(np.zeros(count, np.uint8), np.full(count, sure))
+        return cls(np.zeros(count, np.uint8), np.full(count, sure), *[np.zeros(count, kind) for kind in cls._places])
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,17 +185,7 @@ class IndexEntries(Presence):
     host_generations: U64
     device_slots: NDArray[np.uint32]
     device_generations: U64
-
-    @classmethod
-    def nothing(cls, count: int, *, sure: bool) -> Self:
-        return cls(
-            np.zeros(count, np.uint8),
-            np.full(count, sure),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint64),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint64),
-        )
+    _places = (np.uint32, np.uint64, np.uint32, np.uint64)
 
 
 class Buckets:
@@ -206,28 +198,9 @@ class Buckets:
         self.bytes = control.data
         self.words = words_of(control)
         self.mix = KeyMix(Header.read(control, len(layout.groups)).index_seed, self.count)
-
-        self.whole: U64 = self._rows(control, "<u8", BUCKET_BYTES // 8, 0)
+        self.whole: U64 = np.frombuffer(control, "<u8", self.count * _BUCKET_WORDS, self.base).reshape(self.count, -1)
         self.sequences = self.whole[:, 0]
-        self.tags: NDArray[np.uint32] = self._rows(control, "<u4", BUCKET_ENTRIES, TAGS_OFFSET)
-        self.groups: NDArray[np.uint16] = self._rows(control, "<u2", BUCKET_ENTRIES, GROUPS_OFFSET)
-        self.tiers: NDArray[np.uint8] = self._rows(control, "u1", BUCKET_ENTRIES, TIERS_OFFSET)
-        self.entries = self.whole[:, ENTRIES_OFFSET // 8 :].reshape(self.count, BUCKET_ENTRIES, ENTRY.size // 8)
-        # numpy gathers whole items faster than rows of words.
-        self.head_items: NDArray[np.void] = np.ndarray(
-            self.count, f"V{ENTRIES_OFFSET}", control, self.base, BUCKET_BYTES
-        )
-        self.entry_items: NDArray[np.void] = np.ndarray(
-            (self.count, BUCKET_ENTRIES),
-            f"V{ENTRY.size}",
-            control,
-            self.base + ENTRIES_OFFSET,
-            (BUCKET_BYTES, ENTRY.size),
-        )
-
-    def _rows(self, control: NDArray[np.uint8], dtype: str, each: int, offset: int) -> NDArray[Any]:
-        strides = (BUCKET_BYTES, np.dtype(dtype).itemsize)
-        return np.ndarray((self.count, each), dtype, control, self.base + offset, strides)
+        self.tiers = self.whole.view(np.uint8)[:, TIERS_OFFSET : TIERS_OFFSET + BUCKET_ENTRIES]
 
 
 class IndexReader:

@@ -36,7 +36,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.spec import FieldError, require_int
+from kvtier.abi.spec import InvalidArgument, require_all, require_int
 
 KEY_BYTES: Final = 32
 KEY_DTYPE: Final = np.dtype(f"V{KEY_BYTES}")
@@ -53,7 +53,7 @@ _EXTENSION: Final = b"kvtier.block"
 _PARTIAL: Final = b"kvtier.partial"
 
 
-class KeyChainError(FieldError):
+class KeyChainError(InvalidArgument, ValueError):
     """Invalid tokens or an invalid scope: ``field``, ``value``, ``limit``."""
 
 
@@ -78,6 +78,13 @@ class Scope:
     salt: str | None = None
     multimodal: tuple[MultimodalItem, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.lora_id is not None:
+            require_int("scope.lora_id", self.lora_id, 0, 2**64 - 1, KeyChainError)
+        if not isinstance(self.salt, str | None):
+            raise KeyChainError("scope.salt", self.salt, "text")
+        require_all("scope.multimodal", self.multimodal, MultimodalItem, KeyChainError)
+
 
 PLAIN: Final = Scope()
 
@@ -95,13 +102,14 @@ class Covered:
 
 def root(scope: Scope) -> bytes:
     """Returns the 32 bytes that stand as parent of a chain's first block. Raises :class:`KeyChainError`."""
-    lora = 0 if scope.lora_id is None else require_int("scope.lora_id", scope.lora_id, 0, 2**64 - 1, KeyChainError)
+    if not isinstance(scope, Scope):
+        raise KeyChainError("scope", scope, "a Scope")
     try:
         salt = b"" if scope.salt is None else scope.salt.encode()
     except UnicodeEncodeError as error:
         raise KeyChainError("scope.salt", scope.salt, "text that UTF-8 can encode") from error
     digest = hashlib.sha256(b"kvtier.scope" + struct.pack("<I", _SCOPE_VERSION))
-    digest.update(struct.pack("<BQ", scope.lora_id is not None, lora))
+    digest.update(struct.pack("<BQ", scope.lora_id is not None, scope.lora_id or 0))
     digest.update(struct.pack("<BI", scope.salt is not None, len(salt)) + salt)
     digest.update(struct.pack("<I", 0))
     return digest.digest()
@@ -129,8 +137,8 @@ def chain_keys(
     tokens = np.ascontiguousarray(_as_unsigned("token_ids", token_ids, MAX_TOKEN_ID), "<u4")
     count, left = divmod(len(tokens), tokens_per_block)
     full = count * tokens_per_block
-    extensions = _extensions(len(tokens), len(tokens) if partial else full, tokens_per_block, scope, extra_ids)
     parent = root(scope)
+    extensions = _extensions(len(tokens), len(tokens) if partial else full, tokens_per_block, scope, extra_ids)
     blocks: list[bytes] = tokens[:full].view(f"V{tokens_per_block * 4}").tolist() if count else []
     if partial and left:
         blocks.append(tokens[full:].tobytes())
@@ -219,5 +227,4 @@ def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[
 
 def _refuse_first_bad(field: str, values: Sequence[object], most: int) -> None:
     for index, value in enumerate(values):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise KeyChainError(f"{field}[{index}]", value, f"an integer from 0 to {most}")
+        require_int(f"{field}[{index}]", value, 0, most, KeyChainError)

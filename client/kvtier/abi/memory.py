@@ -22,7 +22,6 @@ Bytes = NDArray[np.uint8]
 HUGE_PAGE: Final = 2 << 20
 _TOUCH_STEP: Final = 64 << 20
 _COLLAPSE: Final = 25
-_REMOVE: Final = 9
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MAP_FIXED_NOREPLACE: Final = 0x100000
@@ -78,11 +77,6 @@ def allocate(fd: int, array: Bytes, start: int) -> None:
         os.posix_fallocate(fd, place, mmap.PAGESIZE)
     _libc.madvise(array.ctypes.data, len(array), _COLLAPSE)
     os.posix_fallocate(fd, start, len(array))
-
-
-def give_back(array: Bytes) -> None:
-    """Frees the pages of ``array``, whole pages of a writable mapping of a memfd: they read as zeros from now on."""
-    _libc.madvise(array.ctypes.data, len(array), _REMOVE)  # pages that the kernel keeps go with the last mapping
 
 
 def touch(array: ref[Bytes]) -> None:

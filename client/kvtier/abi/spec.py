@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
@@ -79,32 +79,41 @@ class KvtierError(Exception):
         self.reason = reason
 
 
-class FieldError(KvtierError, ValueError):
-    """A field holds a value outside its limit. The message shows at most 80 characters of the value."""
+class CallerError(KvtierError):
+    """The call is wrong; repeating it does not help."""
 
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
+
+class InvalidArgument(CallerError):
+    """A value outside its limit. The message and the attributes name field, value and limit."""
+
+    def __init__(self, field: str, value: object, limit: str, *, reason: str = "BAD_ARGUMENT") -> None:
+        shown = value if isinstance(value, str) else repr(value)
         if len(shown) > 80:
             shown = f"{shown[:77]}..."
-        super().__init__(f"{field} = {shown}: must be {limit}", reason="BAD_ARGUMENT")
+        super().__init__(f"{field} = {shown}: must be {limit}", reason=reason)
         self.field = field
-        self.value = value
+        self.value = shown
         self.limit = limit
 
 
-class AbiError(FieldError):
+class AbiError(InvalidArgument, ValueError):
     """A control segment is damaged or of another version, or a slot does not exist."""
 
 
-class SpecError(FieldError):
+class SpecError(InvalidArgument, ValueError):
     """A specification breaks a limit."""
 
 
-def require_int(field: str, value: object, low: int, high: int, error: type[FieldError]) -> int:
+def require_int(field: str, value: object, low: int, high: int, error: type[InvalidArgument]) -> int:
     """Returns ``value`` if it is an integer in [low, high], else raises ``error``. A bool is no integer here."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise error(field, value, f"an integer from {low} to {high}")
     return value
+
+
+def require_all(field: str, values: object, kind: type, error: type[InvalidArgument]) -> None:
+    if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in values):
+        raise error(field, values, f"a tuple of {kind.__name__}")
 
 
 def padded(nbytes: int) -> int:
@@ -114,7 +123,7 @@ def padded(nbytes: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class PoolSpec:
-    """The data that the layers of one KV-head configuration keep of a token, or extra data like block scales.
+    """The data of a token in layers with the same KV heads. Extra data, like block scales, has a pool, too.
 
     ``kv_factor`` 2 = keys and values, 1 = keys only (MLA). ``dtype`` "" = the cache's. 4-bit KV has a pool of uint8
     with half the head size for the data, and a pool of float8_e4m3 with a sixteenth of it for the scales.
@@ -189,22 +198,22 @@ class CacheSpec:
 
     def validate(self) -> None:
         """Raises :class:`SpecError` naming the first field at fault."""
-        if not self.model.isprintable() or not 1 <= len(self.model.encode()) <= _MAX_MODEL_BYTES:
-            raise SpecError("model", self.model, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
+        _check_text("model", self.model)
         _check_dtype("dtype", self.dtype)
         require_int("tokens_per_block", self.tokens_per_block, 1, _MAX_TOKENS_PER_BLOCK, SpecError)
         require_int("world_size", self.world_size, 1, _MAX_WORLD_SIZE, SpecError)
         require_int("rank", self.rank, 0, self.world_size - 1, SpecError)
+        require_all("groups", self.groups, WindowGroupSpec, SpecError)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise SpecError("groups", len(self.groups), f"1 to {MAX_GROUPS} groups")
         for index, group in enumerate(self.groups):
+            require_all(f"groups[{index}].pools", group.pools, PoolSpec, SpecError)
             self._validate_group(index, group)
         if len(self.identity) > _MAX_IDENTITY:
             raise SpecError("identity", f"{len(self.identity)} names", f"at most {_MAX_IDENTITY} names")
         for name, value in self.identity.items():
             for text in (name, value):
-                if not text.isprintable() or not 1 <= len(text.encode()) <= _MAX_MODEL_BYTES:
-                    raise SpecError(f"identity[{name}]", text, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
+                _check_text(f"identity[{name}]", text)
 
     def _validate_group(self, index: int, group: WindowGroupSpec) -> None:
         where = f"groups[{index}]"
@@ -320,6 +329,11 @@ class CacheSpec:
             raise SpecError("spec", values, f"the fields of a specification: {error}") from error
         spec.validate()
         return spec
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str) or not value.isprintable() or not 1 <= len(value.encode()) <= _MAX_MODEL_BYTES:
+        raise SpecError(field, value, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
 
 
 def _check_dtype(field: str, value: str) -> None:

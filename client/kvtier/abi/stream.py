@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kvtier.abi.spec import FieldError
+from kvtier.abi.spec import InvalidArgument
 
 MAX_CHUNK_BYTES: Final = 1 << 20
 """Bytes in one message: well under gRPC's default limit of 4 MiB, and copied in a fraction of a millisecond."""
@@ -20,7 +20,7 @@ GO_AHEAD_KEY: Final = "kvtier-go-ahead"
 """Key in the initial metadata of an upload: the slots are reserved, the client may send the bytes."""
 
 
-class StreamError(FieldError):
+class StreamError(InvalidArgument, ValueError):
     """A chunk is not the next part of its blocks."""
 
 

@@ -34,7 +34,12 @@ TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 """The tiers of a host, which have slots."""
 
 
-class Cause(IntEnum):
+class _Word(IntEnum):
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Cause(_Word):
     """The cause of a change of residency, priority or existence."""
 
     COMMIT = 1
@@ -56,11 +61,8 @@ class Cause(IntEnum):
     REMOTE = 17
     """A block went to, or came from, a remote store."""
 
-    def __str__(self) -> str:
-        return self.name.lower()
 
-
-class EventType(IntEnum):
+class EventType(_Word):
     """The type of an event. ``str()`` gives TensorRT-LLM's name for it."""
 
     CREATED = 1
@@ -69,11 +71,8 @@ class EventType(IntEnum):
     UPDATED = 4
     CLEARED = 5
 
-    def __str__(self) -> str:
-        return self.name.lower()
 
-
-class BlockResult(IntEnum):
+class BlockResult(_Word):
     """The result for one block in a call that was accepted as a whole."""
 
     OK = 0
@@ -97,6 +96,3 @@ class BlockResult(IntEnum):
     """pin: too many slots of the tier are pinned."""
     NOT_PINNED = 10
     """unpin: the block has no pin in the tier."""
-
-    def __str__(self) -> str:
-        return self.name.lower()

@@ -7,13 +7,13 @@ import hashlib
 import multiprocessing
 import os
 import random
+import signal
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count, cycle, islice
@@ -52,6 +52,9 @@ _SYNC_BLOCKS: Final = 32
 """Blocks that the daemon writes before each ``fdatasync``, and blocks that each of its threads reads at a time."""
 _STOP_S: Final = 600.0
 _numbers: Final = count()
+_measurements: Final = count(1)
+on_round: Final = ContextVar[Callable[..., object]]("on_round", default=lambda **_: None)
+"""Called at the start of each round of a measurement, with the arguments of a progress bar."""
 
 BenchWork = Callable[[], Awaitable[float]]
 """Does one round and returns the seconds that count."""
@@ -132,10 +135,13 @@ async def interleaved(rounds: int, *works: BenchWork) -> list[float]:
     """Returns the median seconds of each work. A round does every work once, in rotating order: no work always finds
     the processor's caches as the same other work left them."""
     times: list[list[float]] = [[] for _ in works]
-    for turn in range(rounds + _WARM_UP):
+    description, total = f"measurement {next(_measurements)}", rounds + _WARM_UP
+    for turn in range(total):
+        on_round.get()(description=description, completed=turn, total=total)
         for first in range(len(works)):
             chosen = (turn + first) % len(works)
             times[chosen].append(await works[chosen]())
+            await asyncio.sleep(0)  # for Ctrl-C: a work may never wait
     return [statistics.median(each[_WARM_UP:]) for each in times]
 
 
@@ -314,11 +320,10 @@ async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> list[Resu
             _rows(block_bytes),
             TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes),
         )
-        with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
-            async with private_cache(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
-                with closing(_RawFile(Path(kept) / "raw", rows, slots.disk)) as raw:
-                    results += await _disk_edges(here, raw, rows, rounds)
-                    results.append(await _sustained(here, raw, rows, min(rounds, _FRESH)))
+        async with private_cache(replay_spec(block_bytes), slots) as here:
+            with closing(_RawFile(here.daemon.home / "raw", rows, slots.disk)) as raw:
+                results += await _disk_edges(here, raw, rows, rounds)
+                results.append(await _sustained(here, raw, rows, min(rounds, _FRESH)))
     return results
 
 
@@ -376,8 +381,10 @@ async def events(watchers: int, rounds: int, puts: int) -> list[Result]:
     """
     blocks = 256
     rows, changes = _rows(PAGE)[:1] * blocks, (2 * puts + puts // 4) * blocks
-    async with private_cache(replay_spec(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
-        with ProcessPoolExecutor(watchers, multiprocessing.get_context("spawn")) as processes:
+    spawn = multiprocessing.get_context("spawn")
+    # The watchers end with the daemon: Ctrl-C is for this process alone.
+    with spawn.Pool(watchers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
+        async with private_cache(replay_spec(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
 
             async def store() -> None:
                 for number in range(1, puts + 1):
@@ -389,9 +396,9 @@ async def events(watchers: int, rounds: int, puts: int) -> list[Result]:
 
             async def watched() -> float:
                 stats = await here.client.stats()
-                since = Cursor(stats.epoch, stats.last_event_id)
-                watching = [processes.submit(watch, here.client.address, since, changes) for _ in range(watchers)]
-                return await timed(asyncio.gather(store(), *map(asyncio.wrap_future, watching)))
+                each = here.client.address, Cursor(stats.epoch, stats.last_event_id), changes
+                watching = asyncio.to_thread(processes.starmap, watch, [each] * watchers, 1)
+                return await timed(asyncio.gather(store(), watching))
 
             ours, floor = await interleaved(rounds, watched, lambda: timed(store()))
     params = {"watchers": watchers, "changes": changes}
@@ -407,7 +414,7 @@ def watch(address: str, since: Cursor, changes: int) -> None:
 
     async def follow() -> None:
         seen = 0
-        async with await aio.connect(address, timeout=60) as client, client.watch(since=since) as watching:
+        async with await aio.connect(address, timeout=60) as client, client.watch(since=since, breaks=True) as watching:
             while seen < changes:
                 item = await anext(watching)
                 if not isinstance(item, Event):
@@ -455,17 +462,16 @@ async def _acquire(here: PrivateCache, chain: list[bytes]) -> float:
 
 async def _restart(blocks: int) -> float:
     slots = TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
-        async with private_cache(replay_spec(PAGE), slots, keep=Path(kept)) as here:
-            last = await here.fill(blocks, Tier.DISK)
-            await here.daemon.stop(_STOP_S)
-            started = time.perf_counter()
-            await here.daemon.start()
-            async with await aio.connect(here.daemon.address) as client:
-                cache = await client.open_cache(CACHE, replay_spec(PAGE))
-                if (await cache.match(last)).blocks != len(last):
-                    raise DaemonError("blocks on disk are not found after the restart", reason="BENCH")
-                return time.perf_counter() - started
+    async with private_cache(replay_spec(PAGE), slots) as here:
+        last = await here.fill(blocks, Tier.DISK)
+        await here.daemon.stop(_STOP_S)
+        started = time.perf_counter()
+        await here.daemon.start()
+        async with await aio.connect(here.daemon.address) as client:
+            cache = await client.open_cache(CACHE, replay_spec(PAGE))
+            if (await cache.match(last)).blocks != len(last):
+                raise DaemonError("blocks on disk are not found after the restart", reason="BENCH")
+            return time.perf_counter() - started
 
 
 def _anonymous_bytes(here: PrivateCache) -> int:

@@ -31,6 +31,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "leases": "status",
     "locate": "locate",
     "move": "blocks",
+    "pin": "blocks",
     "ping": "status",
     "put": "payload",
     "remote": "remote",

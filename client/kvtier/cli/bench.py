@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -14,7 +15,7 @@ from kvtier.bench import host
 from kvtier.bench.host import Result
 from kvtier.cli.common import run
 from kvtier.cli.options import CommandGroup, output_option
-from kvtier.cli.output import show, table
+from kvtier.cli.output import progress_bar, show, table
 from kvtier.types import size
 
 _SIZES: Final = click.option(
@@ -38,8 +39,11 @@ def bench() -> None:
 
 
 def tell(results: Coroutine[Any, Any, list[Result]], form: str) -> None:
-    """Runs the measurements, and prints all figures at the end."""
-    found = run(results)
+    """Runs the measurements behind a bar, and prints all figures at the end."""
+    with progress_bar() as bar:
+        shown = bar.add_task("bench", total=None)
+        host.on_round.set(partial(bar.update, shown))
+        found = run(results)
     columns = ("measured", "of", "value", "floor", "ratio", "better is")
     text = table(columns, map(_row, found), left=("measured", "of", "better is"))
     show(form, [{**asdict(result), "ratio": result.ratio} for result in found], text)
@@ -109,7 +113,7 @@ def scale(rounds: int, form: str) -> None:
 @_ROUNDS
 @output_option()
 def gpu(device: str, rounds: int, form: str) -> None:
-    """Move blocks between a GPU and host memory. Needs CUDA's bindings (kvtier[cuda])."""
+    """Move blocks between a GPU and host memory. Needs CUDA's bindings (the extra `cuda`)."""
     tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
 
 

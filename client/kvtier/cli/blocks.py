@@ -1,7 +1,8 @@
-"""``kvtier blocks``, ``move``, ``drop`` and ``unpin``, and block keys on the command line."""
+"""``kvtier blocks``, ``move``, ``drop``, ``pin`` and ``unpin``, and block keys on the command line."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ import click
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
-from kvtier.cli.common import DaemonAt, address_option, confirmed
-from kvtier.cli.options import CommandGroup, command, dry_run_option, output_option, yes_option
+from kvtier.cli.common import DaemonAt, address_option, cache_argument, confirmed
+from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, show
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import NotFound
@@ -102,7 +103,8 @@ class BlocksReport:
             raise SystemExit(1)
 
 
-_TIER: Final = click.argument("tier", type=click.Choice([str(tier) for tier in TIERS], case_sensitive=False))
+_TIERS: Final = click.Choice([str(tier) for tier in TIERS], case_sensitive=False)
+_TIER: Final = click.argument("tier", type=_TIERS)
 GROUP_OPTION: Final = click.option(
     "--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group."
 )
@@ -111,7 +113,7 @@ _OUTPUT: Final = output_option()
 
 @command()
 @address_option
-@click.argument("cache")
+@cache_argument
 @_TIER
 @click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]...")
 @click.option("--all", "everything", is_flag=True, help="Every block of the cache.")
@@ -140,7 +142,7 @@ def move(
 
 @command()
 @address_option
-@click.argument("cache")
+@cache_argument
 @click.argument("keys", nargs=-1, required=True, type=KeyType(), metavar="KEY...")
 @GROUP_OPTION
 @_OUTPUT
@@ -173,7 +175,32 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
 
 @command()
 @address_option
-@click.argument("cache")
+@cache_argument
+@click.argument("keys", nargs=-1, required=True, type=KeyType(), metavar="KEY...")
+@click.option("--for", "seconds", required=True, type=TimeType(), metavar="TIME", help="Such as 30s, 10m or 2h.")
+@click.option("--tier", type=_TIERS, default="host", show_default=True, help="Where the blocks stay.")
+@GROUP_OPTION
+def pin(daemon: DaemonAt, cache: str, keys: Sequence[bytes], seconds: float, tier: str, group: int) -> None:
+    """Keep blocks in a tier for a time.
+
+    Brings the blocks into the tier, and holds a lease of them, which `kvtier leases` shows. The command runs for that
+    time: the lease ends with it, also after Ctrl-C. Exit status 1 if any block is not stored.
+    """
+
+    async def kept(client: AsyncClient, at: Cache) -> None:
+        wanted = list(await _whole(client, cache, keys))
+        async with at.acquire(wanted, Tier[tier.upper()]) as lease:
+            if lease.blocks < len(wanted):
+                raise NotFound(f"block {wanted[lease.blocks].hex()} of {cache} is not stored", reason="UNKNOWN_KEY")
+            click.echo(f"{cache}: {len(wanted)} blocks stay in {tier} for {seconds:g} s, while this command runs")
+            await asyncio.sleep(seconds)
+
+    daemon.ask(lambda client: _in_group(client, cache, group, kept))
+
+
+@command()
+@address_option
+@cache_argument
 @_TIER
 @GROUP_OPTION
 @_OUTPUT
@@ -198,7 +225,7 @@ def blocks() -> None:
 
 @blocks.command("ls")
 @address_option
-@click.argument("cache")
+@cache_argument
 @GROUP_OPTION
 @output_option()
 def list_blocks(daemon: DaemonAt, cache: str, group: int, form: str) -> None:

@@ -85,7 +85,7 @@ async def _publish(daemon: DaemonAt, published: Mapping[str, Options]) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("msgspec", "zmq"):
             raise
-        raise click.ClickException(f"{error.name} is not installed: pip install 'kvtier[zmq]'") from error
+        raise click.ClickException(f"{error.name} is missing: pip install '.[zmq]' in a clone of kvtier") from error
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

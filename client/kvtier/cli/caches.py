@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.common import DaemonAt, address_option, cache_names, confirmed
 from kvtier.cli.options import CommandGroup, SizeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, compact, nonzero, show, table
 from kvtier.client import AsyncClient
@@ -63,7 +64,7 @@ def create_cache(daemon: DaemonAt, name: str, block_bytes: int, form: str, **siz
 
 @cache.command("rm")
 @address_option
-@click.argument("name")
+@click.argument("name", shell_complete=cache_names)
 @click.option("--force", is_flag=True, help="Although sessions have it open, or its directory is damaged.")
 @dry_run_option
 @yes_option
@@ -85,7 +86,7 @@ def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: b
 
 @cache.command("resize")
 @address_option
-@click.argument("name")
+@click.argument("name", shell_complete=cache_names)
 @click.option("--device", type=SizeType(), metavar="SIZE", help="Of the device tier.")
 @click.option("--host", type=SizeType(), metavar="SIZE", help="Of the host tier.")
 @click.option("--disk", type=SizeType(), metavar="SIZE", help="Of the disk tier.")
@@ -110,7 +111,7 @@ def _gone(name: str, report: RemovalReport) -> str:
 
 @command()
 @address_option
-@click.argument("name", metavar="CACHE")
+@click.argument("name", metavar="CACHE", shell_complete=cache_names)
 @click.option("--force", is_flag=True, help="Forget the rest where some blocks are leased or pinned.")
 @dry_run_option
 @yes_option
@@ -146,6 +147,8 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
         "fingerprint": info.fingerprint.hex(),
         "blocks": info.blocks,
         "sessions": info.sessions,
+        "idle_s": info.idle_s,
+        "last_user": info.last_user,
         "device": info.device,
         "groups": [
             {
@@ -169,6 +172,8 @@ def _table(found: list[CacheInfo]) -> Table | str:
             _window(info, group.group),
             str(info.blocks),
             nonzero(info.sessions),
+            "" if info.sessions else str(timedelta(seconds=info.idle_s)),
+            info.last_user,
             compact(info.spec.block_bytes(group.group)),
             *(_bytes(group, tier) for tier in TIERS),
             f"{info.spec.model} {info.spec.dtype}",
@@ -176,7 +181,7 @@ def _table(found: list[CacheInfo]) -> Table | str:
         for info in found
         for group in info.groups
     ]
-    columns = ("cache", "window", "blocks", "open", "block", *map(str, TIERS), "model")
+    columns = ("cache", "window", "blocks", "open", "idle", "last user", "block", *map(str, TIERS), "model")
     return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no caches that you may see"
 
 

@@ -8,17 +8,17 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import click
 
 from kvtier import client as aio
 from kvtier.cli.options import KEPT, Decorated, connection_options
 from kvtier.client import AsyncClient
-from kvtier.errors import DaemonUnavailable, KvtierError, TierFull
+from kvtier.errors import DaemonUnavailable, KvtierError
 from kvtier.transport import TlsFiles, is_tcp
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ T = TypeVar("T")
 CONNECT_WAIT_S = 2.0
 """Seconds to wait for a daemon that is just starting."""
 _CANCEL_AGAIN_S = 2.0
+_COMPLETION_S = 1.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,14 +55,31 @@ def address_option(command: Decorated) -> Decorated:
 
     @wraps(command)
     def with_place(**others: Any) -> Any:
-        return command(daemon=_place(), **others)
+        return command(daemon=_place(click.get_current_context()), **others)
 
     return connection_options(cast(Decorated, with_place))
 
 
-def _place() -> DaemonAt:
+def cache_names(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Completes the name of a cache in a shell. Returns nothing if the daemon does not answer at once."""
+
+    async def asked() -> list[str]:
+        async with asyncio.timeout(_COMPLETION_S), await _place(context).connect() as client:
+            return [info.name for info in await client.caches() if info.name.startswith(incomplete)]
+
+    try:
+        return asyncio.run(asked())
+    except (KvtierError, TimeoutError, click.UsageError):
+        return []
+
+
+cache_argument: Final = click.argument("cache", shell_complete=cache_names)
+cache_option: Final = partial(click.option, "--cache", metavar="NAME", shell_complete=cache_names)
+
+
+def _place(context: click.Context) -> DaemonAt:
     """Reads the daemon's address from the kept options. Raises :class:`click.UsageError`."""
-    kept: dict[str, tuple[Any, bool]] = dict(click.get_current_context().meta[KEPT])
+    kept: dict[str, tuple[Any, bool]] = dict(context.meta[KEPT])
     address, _ = kept.pop("address")
     files = {name: value for name, (value, _) in kept.items()}
     if is_tcp(address):
@@ -96,7 +114,7 @@ def run(work: Coroutine[Any, Any, T], *, no_daemon: int = 1) -> T:
     try:
         return asyncio.run(work)
     except KvtierError as error:
-        click.echo(f"Error: {explained(error)}", err=True)
+        click.echo(f"Error: {error}", err=True)
         raise SystemExit(no_daemon if isinstance(error, DaemonUnavailable) else 1) from error
 
 
@@ -151,10 +169,3 @@ class Interrupts:
         if again or self._writing:
             raise SystemExit(self.status)
         self._loop.call_soon_threadsafe(self.end_task)
-
-
-def explained(error: KvtierError) -> str:
-    if not isinstance(error, TierFull) or not error.holders:
-        return str(error)
-    holders = [f"  {h.slots} slots: pid {h.pid} {h.command}" for h in error.holders]
-    return "\n".join([str(error), "held by:", *holders])

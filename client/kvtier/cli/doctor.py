@@ -26,10 +26,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import client as aio
-from kvtier.abi.attach import default_address
+from kvtier.cli.common import DaemonAt, address_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
 from kvtier.errors import KvtierError, PermissionDenied
+from kvtier.transport import is_tcp
 from kvtier.types import DaemonStats, RemoteStats, size
 
 USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
@@ -88,21 +89,27 @@ class ProgramFailed(Exception):
     """A program that doctor ran has failed. The text is its error output, or the reason why it did not run."""
 
 
-def examine(flags: Sequence[str]) -> list[Finding]:
-    """Checks the machine against the configuration that ``kvtierd`` has with these options."""
-    if not any(flag.partition("=")[0] == "--config" for flag in flags) and "KVTIERD_CONFIG" not in os.environ:
+def examine(place: DaemonAt, flags: Sequence[str]) -> list[Finding]:
+    """Checks the machine against the configuration of the daemon at ``place``. With ``flags``, or if no daemon there
+    can be asked, against the configuration that ``kvtierd`` has with these options."""
+    answers, stats = ask_daemon(place)
+    named = {flag.partition("=")[0] for flag in flags}
+    running = None if flags or stats is None or is_tcp(place.address) else started_with(stats.pid)
+    if running is None and "--config" not in named and "KVTIERD_CONFIG" not in os.environ:
         flags = [*(["--config", str(USUAL_FILE)] if is_there(USUAL_FILE) else []), *flags]
     try:
-        needs = read_needs(flags)
+        needs = read_needs(*(running or (flags,)))
     except ProgramFailed as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
-        beside, _ = ask_daemon(default_address())
         # A running daemon has a configuration, but this user may not be allowed to read it.
-        return [Finding("configuration", Level.WARN if beside else Level.FAIL, str(refused), advice)]
-    answers, stats = ask_daemon(str(needs.runtime_dir))
-    pid = 0 if stats is None else stats.pid
+        return [Finding("configuration", Level.WARN if answers else Level.FAIL, str(refused), advice)]
+    if "--runtime-dir" in named or not answers:
+        place = DaemonAt(str(needs.runtime_dir))
+        answers, stats = ask_daemon(place)
+    pid = 0 if stats is None or is_tcp(place.address) else stats.pid
     runs = f"a daemon, pid {pid}," if pid else "a daemon" if answers else "no daemon"
-    findings = [Finding("configuration", Level.OK, f"accepted; {runs} serves at {needs.runtime_dir}")]
+    whose = "that of the daemon" if running else "accepted"
+    findings = [Finding("configuration", Level.OK, f"{whose}; {runs} serves at {place.address}")]
     checks: dict[str, Callable[[], Finding]] = {
         "locked memory": lambda: check_locked_memory(Path(f"/proc/{pid or 'self'}/limits").read_text(), needs),
         "shared memory": check_shared_memory,
@@ -124,9 +131,23 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def read_needs(flags: Sequence[str]) -> MachineNeeds:
-    """Asks ``kvtierd`` for its configuration with all defaults applied. Raises :class:`ProgramFailed`."""
-    answer = _asked("-m", "kvtierd.main", "--print-config", *flags)
+def started_with(pid: int) -> tuple[list[str], dict[str, str]] | None:
+    """Reads a daemon's options, and its variables that configure it. None: this user may not, or it is no daemon."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+        variables = Path(f"/proc/{pid}/environ").read_text(errors="surrogateescape").split("\0")
+    except OSError:
+        return None
+    programs = [place for place, word in enumerate(words) if Path(word).name in ("kvtierd", "kvtierd.main")]
+    named = dict(each.split("=", 1) for each in variables if each.startswith("KVTIERD_"))
+    return (words[programs[0] + 1 :], named) if programs else None
+
+
+def read_needs(flags: Sequence[str], variables: Mapping[str, str] | None = None) -> MachineNeeds:
+    """Asks ``kvtierd`` for its configuration with all defaults applied. ``variables``: replace the own ones that
+    configure a daemon. Raises :class:`ProgramFailed`."""
+    kept = {name: value for name, value in os.environ.items() if variables is None or not name.startswith("KVTIERD_")}
+    answer = _asked("-m", "kvtierd.main", "--print-config", *flags, env={**kept, **(variables or {})})
     keys: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(answer).items()}
     return MachineNeeds(
         runtime_dir=Path(keys["runtime_dir"]),
@@ -138,11 +159,11 @@ def read_needs(flags: Sequence[str]) -> MachineNeeds:
     )
 
 
-def _asked(*arguments: str) -> str:
+def _asked(*arguments: str, env: Mapping[str, str] | None = None) -> str:
     """Runs Python in a child process, and returns its standard output. Raises :class:`ProgramFailed`."""
     try:
         command_line = [sys.executable, *arguments]
-        answer = subprocess.run(command_line, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+        answer = subprocess.run(command_line, env=env, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ProgramFailed(str(error)) from error
     if answer.returncode != 0:
@@ -150,11 +171,11 @@ def _asked(*arguments: str) -> str:
     return answer.stdout
 
 
-def ask_daemon(address: str) -> tuple[bool, DaemonStats | None]:
+def ask_daemon(place: DaemonAt) -> tuple[bool, DaemonStats | None]:
     """Returns whether a daemon answers, even if it refuses this user, and its statistics if it gives them."""
 
     async def ask() -> DaemonStats:
-        async with await aio.connect(address) as client:
+        async with await aio.connect(place.address, tls=place.tls, insecure=place.insecure) as client:
             return await client.stats()
 
     try:
@@ -275,18 +296,20 @@ _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold re
 
 
 @command(context_settings={"ignore_unknown_options": True})
+@address_option
 @output_option()
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[KVTIERD OPTIONS]")
-def doctor(flags: tuple[str, ...], form: str) -> None:
+def doctor(daemon: DaemonAt, flags: tuple[str, ...], form: str) -> None:
     """Check this machine against the daemon's configuration.
 
-    Gives advice if the machine does not meet the configuration. All other options are kvtierd's: --config FILE, or
-    single keys, for example --device cuda=80%. Without --config the file is /etc/kvtier/kvtierd.toml, if it exists. Run
-    it as root or as the daemon's user.
+    Gives advice if the machine does not meet the configuration, by default that of the daemon at the address. If none
+    answers there, or you name options of kvtierd, it is the configuration with these options: --config FILE, or single
+    keys, for example --device cuda=80%. The file is then /etc/kvtier/kvtierd.toml, if it exists. Run it as root or as
+    the daemon's user.
 
     Exit status 1 if any check fails.
     """
-    findings = examine(flags)
+    findings = examine(daemon, flags)
     show(form, [dataclasses.asdict(finding) for finding in findings], _report(findings))
     if any(finding.level is Level.FAIL for finding in findings):
         raise SystemExit(1)

@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, address_option
+from kvtier.cli.common import DaemonAt, address_option, cache_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
 from kvtier.cli.watch_lines import text_lines
@@ -38,7 +38,7 @@ _REMOTE: Final[Mapping[bool | None, str]] = {
 @command()
 @address_option
 @click.argument("key", type=KeyType(SHORTEST_PREFIX))
-@click.option("--cache", metavar="NAME", help="Only in this cache.  [default: all that you may see]")
+@cache_option(help="Only in this cache.  [default: all that you may see]")
 @output_option()
 def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
     """Say where a block is, which leases hold it, and its past.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvtier.abi.keys import MAX_TOKEN_ID, chain_keys
+from kvtier.abi.keys import MAX_TOKEN_ID, Scope, chain_keys
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, address_option
+from kvtier.cli.common import DaemonAt, address_option, cache_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import nonzero, plain, show, table
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
@@ -42,20 +42,24 @@ def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | l
 @command()
 @address_option
 @click.argument("wanted", callback=_wanted, metavar="KEY|PROMPT")
-@click.option("--cache", metavar="NAME", help="Only in this cache; a PROMPT needs it.  [default: all that you may see]")
+@cache_option(help="Only in this cache; a PROMPT needs it.  [default: all that you may see]")
+@click.option("--salt", type=click.File(), help="A file with the PROMPT's salt; a newline at its end does not count.")
 @output_option()
-def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form: str) -> None:
+def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt: TextIO | None, form: str) -> None:
     """Say which daemons have a block, or how much of a prompt.
 
     Asks this daemon, which knows the blocks of its peers; no peer is asked. KEY is in hex; its first 8 digits or more
     suffice if no other key begins with them. PROMPT is token ids: 1,2,3, or @FILE, which keeps them out of command
-    lines and logs. The prompt's keys are computed without adapter, salt and images. The command does not count as a use
+    lines and logs. The prompt's keys are computed without adapter and images. The command does not count as a use
     of the blocks.
 
     Exit status: 1 several keys begin with KEY, or as for every command.
     """
     if isinstance(wanted, list) and cache is None:
         raise click.UsageError("a prompt has other keys in each cache: say which by --cache")
+    if isinstance(wanted, bytes) and salt is not None:
+        raise click.UsageError("--salt is a PROMPT's: a KEY contains its salt")
+    scope = Scope(salt=salt.read().removesuffix("\n") if salt is not None else None)
 
     async def found(client: AsyncClient) -> Holdings:
         if isinstance(wanted, bytes):
@@ -63,7 +67,10 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form:
         specs = {each.name: each.spec for each in await client.caches()}
         if cache not in specs:
             raise NotFound(f"no such cache that you may read: {cache}", reason="UNKNOWN_CACHE")
-        return await client.holdings(chain_keys(wanted, specs[cache].tokens_per_block), cache=cache)
+        step = specs[cache].tokens_per_block
+        if len(wanted) < step:
+            raise NotFound(f"the prompt is shorter than a block of {step} tokens", reason="TOO_SHORT")
+        return await client.holdings(chain_keys(wanted, step, scope), cache=cache)
 
     told = daemon.ask(found)
     ambiguous = isinstance(wanted, bytes) and len(told.keys) > 1

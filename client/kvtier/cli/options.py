@@ -117,3 +117,14 @@ class SizeType(click.ParamType[int]):
         if (found := parsed_size(value)) is None:
             self.fail(f"{value!r} is no size, such as 500GiB or 2TB", param, ctx)
         return found
+
+
+class TimeType(click.ParamType[float]):
+    """Seconds, written like ``7d``."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if not (nanoseconds := ago_ns(value)):
+            self.fail(f"{value!r} is no time above 0, such as 90m, 12h or 7d", param, ctx)
+        return nanoseconds / 1e9

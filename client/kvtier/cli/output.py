@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import click
 from rich.console import Console, RenderableType
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +27,10 @@ _UNCUT: Final = 1 << 16
 def show(form: str, value: Any, text: RenderableType) -> None:
     """Prints an answer: ``value`` as JSON or YAML, or ``text``."""
     if form == "table":
-        console().print(text, soft_wrap=isinstance(text, str | Text), markup=False)
+        screen = console()
+        with screen.capture() as lines:
+            screen.print(text, soft_wrap=isinstance(text, str | Text), markup=False)
+        click.echo(re.sub(" +\n", "\n", lines.get()), nl=False)  # cells are padded to the end of the line
     else:
         click.echo(json.dumps(value, indent=2) if form == "json" else "\n".join(yaml_lines(value)))
 
@@ -60,6 +65,12 @@ def plain(value: Any) -> dict[str, Any]:
 def console() -> Console:
     """Returns a console on standard output. Lines are cut on a terminal only."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+
+
+def progress_bar() -> Progress:
+    """Returns a bar on standard error, to be used in a ``with`` block. Nothing is shown where that is no terminal."""
+    errors = Console(stderr=True)
+    return Progress(console=errors, transient=True, disable=not errors.is_terminal)
 
 
 def table(

@@ -13,7 +13,7 @@ import numpy as np
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_BLOCK_BYTES
 from kvtier.cli.blocks import GROUP_OPTION, KeyType, whole_key
-from kvtier.cli.common import DaemonAt, address_option
+from kvtier.cli.common import DaemonAt, address_option, cache_argument
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
 from kvtier.client import AsyncClient
@@ -34,7 +34,7 @@ class NameType(KeyType):
 
 @command()
 @address_option
-@click.argument("cache")
+@cache_argument
 @click.argument("key", type=NameType())
 @click.argument("file", type=click.File("rb"), default="-")
 @GROUP_OPTION
@@ -68,7 +68,7 @@ def put(daemon: DaemonAt, cache: str, key: bytes, file: BinaryIO, group: int, fo
 
 @command()
 @address_option
-@click.argument("cache")
+@cache_argument
 @click.argument("key", type=NameType())
 @GROUP_OPTION
 def get(daemon: DaemonAt, cache: str, key: bytes, group: int) -> None:

@@ -9,32 +9,21 @@ from typing import Any
 import click
 
 from kvtier.cli.common import DaemonAt, address_option, confirmed
-from kvtier.cli.options import CommandGroup, SizeType, ago_ns, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, SizeType, TimeType, dry_run_option, output_option, yes_option
 from kvtier.cli.output import show
 from kvtier.client import AsyncClient
 from kvtier.types import RemoteGcReport, size
 
 
-class AgeType(click.ParamType[float]):
-    """An age in seconds, written like ``7d``."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if not (age_ns := ago_ns(value)):
-            self.fail(f"{value!r} is no age above 0, such as 90m, 12h or 7d", param, ctx)
-        return age_ns / 1e9
-
-
 @click.group(cls=CommandGroup)
 def remote() -> None:
-    """Maintain the remote store."""
+    """Clean up the shared store, like S3 or a directory."""
 
 
 @remote.command()
 @address_option
 @click.option("--cache", "caches", multiple=True, metavar="NAME", help="Only blocks of this cache. Repeatable.")
-@click.option("--older-than", type=AgeType(), metavar="AGE", help="Delete what was written longer ago, such as 7d.")
+@click.option("--older-than", type=TimeType(), metavar="AGE", help="Delete what was written longer ago, such as 7d.")
 @click.option(
     "--keep-bytes",
     type=SizeType(),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from kvtier.cli.common import DaemonAt, address_option, run
+from kvtier.cli.common import DaemonAt, address_option, cache_option, run
 from kvtier.cli.options import command, output_option, requests_option, trace_argument
-from kvtier.cli.output import show
+from kvtier.cli.output import progress_bar, show
+from kvtier.errors import NotFound
 from kvtier.replay.runner import ReplayReport
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
@@ -29,30 +31,45 @@ from kvtier.replay.trace import read, replay_spec
     help="Size of a block, a multiple of 256.",
 )
 @requests_option
-@click.option("--cache", metavar="NAME", default="replay", show_default=True, help="The cache to use.")
+@cache_option(help="Use this cache, and keep it.  [default: a new cache]")
+@click.option("--keep", is_flag=True, help="Do not remove the new cache at the end.")
 @output_option()
-def replay(trace: Path, daemon: DaemonAt, block_bytes: int, requests: int | None, cache: str, form: str) -> None:
+def replay(
+    trace: Path, daemon: DaemonAt, block_bytes: int, requests: int | None, cache: str | None, keep: bool, form: str
+) -> None:
     """Replay a request trace: acquire, verify, store, release.
 
     Hits are acquired, misses are stored. The bytes of a block follow from its key, so every hit is verified whole. A
-    mirror follows the events; at the end it is compared with the daemon's own listing.
+    mirror follows the events; at the end it is compared with the daemon's own listing. The replay has a cache of its
+    own, which it removes at the end, also after Ctrl-C.
 
     Exit status 1 if a byte was wrong, an event was lost or a residency differed.
     """
-    report = run(_replay(trace, daemon, requests, cache, block_bytes))
+    name = cache or f"replay-{secrets.token_hex(4)}"
+    report = run(_replay(trace, daemon, requests, name, block_bytes, removed=not (cache or keep)))
     show(form, report.to_json(), table(report))
     if not report.flawless:
         raise SystemExit(1)
 
 
-async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, block_bytes: int) -> ReplayReport:
+async def _replay(
+    trace: Path, daemon: DaemonAt, limit: int | None, name: str, block_bytes: int, *, removed: bool
+) -> ReplayReport:
     spec = replay_spec(block_bytes)
     requests = await read(trace, limit)
-    async with await daemon.connect() as client:
-        cache = await client.open_cache(name, spec)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            shown = bar.add_task("replay", total=len(requests))
-            return await run_replay(client, cache, requests, progress=lambda done: bar.update(shown, completed=done))
+    async with await daemon.connect() as remover:
+        try:
+            async with await daemon.connect() as client:
+                cache = await client.open_cache(name, spec)
+                with progress_bar() as bar:
+                    step = partial(bar.update, bar.add_task("replay", total=len(requests)))
+                    return await run_replay(client, cache, requests, progress=lambda done: step(completed=done))
+        finally:  # an interrupted call may have a lease, which ends with its client
+            if removed:
+                with suppress(NotFound):
+                    await remover.remove_cache(name, force=True)
+            else:
+                click.echo(f"cache {name} is kept: see kvtier cache rm", err=True)
 
 
 def table(report: ReplayReport) -> Table:

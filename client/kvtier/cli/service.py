@@ -44,7 +44,7 @@ def _daemon(root: Path) -> Path:
     """Returns the path of kvtierd as seen from inside ``root``. Warns if the unit's sandbox hides it."""
     program, python = Path(sys.executable).with_name("kvtierd"), Path(sys.executable).resolve()
     if not program.exists():
-        raise click.ClickException(f"{program}: no such file; install kvtier[daemon] into this environment")
+        raise click.ClickException(f"{program}: no such file: pip install '.[daemon]' in a clone of kvtier")
     seen = [Path("/", path.relative_to(root)) if path.is_relative_to(root) else path for path in (program, python)]
     for path in seen:
         if any(path.is_relative_to(place) for place in _HIDDEN):

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import run
 from kvtier.cli.options import CommandGroup, output_option, requests_option, trace_argument
-from kvtier.cli.output import show, table
+from kvtier.cli.output import progress_bar, show, table
 from kvtier.errors import InvalidArgument
 from kvtier.replay.trace import key_of, read
 from kvtier.types import Tier, size
@@ -98,7 +96,7 @@ def fleet(
     chains = run(_chains(trace, requests))
     tiers = {Tier.HOST: slots} | ({Tier.DISK: disk_slots} if disk_slots else {})
     reports: dict[str, FleetReport] = {}
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress_bar() as bar:
         for count in hosts:
             shape = FleetShape(count, tiers, router, policy_of(remote), peers)
             reports[str(count)] = simulate(shape, bar.track(chains, description=f"hosts: {count}"))
@@ -129,7 +127,7 @@ def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str)
 
     chains = run(_chains(trace, requests))
     rows: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress_bar() as bar:
         for count, name in bar.track(list(product(slots, POLICIES)), description="hosts"):
             found = blocks_found(name, {Tier.HOST: count}, chains)
             asked = sum(min(len(chain), count) for chain in chains)

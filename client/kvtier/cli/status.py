@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.common import DaemonAt, address_option, cache_option, confirmed
 from kvtier.cli.locate import peer_line
 from kvtier.cli.options import command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import nonzero, plain, share, show, table
@@ -74,7 +74,7 @@ def ping(daemon: DaemonAt, form: str) -> None:
 
 @command()
 @address_option
-@click.option("--cache", metavar="NAME", help="Only those of this cache.")
+@cache_option(help="Only those of this cache.")
 @click.option("--session", "session_id", type=click.IntRange(min=1), metavar="ID", help="Only those of this session.")
 @output_option()
 def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, form: str) -> None:
@@ -116,7 +116,7 @@ def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, form: str)
 
 def report(stats: DaemonStats, address: str, own_session: int = 0) -> RenderableType:
     """Returns the status for people, without the session ``own_session``."""
-    lines: list[RenderableType] = [head(stats, address), _past_events(stats)]
+    lines: list[RenderableType] = [head(stats, address), _event_log(stats)]
     for device in stats.devices:
         gpu = f"{device.name} {device.uuid}, {size(device.memory_bytes)}"
         lines.append(Text(f"device: {clean(gpu if device.uuid else device.kind)}"))
@@ -177,14 +177,17 @@ def _remote_line(remote: RemoteStats) -> Text:
     return Text(clean(line), style="red" if remote.problem else "")
 
 
-def _past_events(stats: DaemonStats) -> Text:
+def _event_log(stats: DaemonStats) -> Text:
     log = stats.event_log
     if not log.max_bytes:
-        return Text("past events: in memory alone")
-    age = timedelta(seconds=log.oldest_age_ns // 10**9)
-    held = f"{size(log.bytes)} on disk, from {log.oldest_id} on, {age} ago" if log.oldest_id else "none on disk yet"
-    lost = f"; {log.lost_events} were lost to the log" if log.lost_events else ""
-    return Text(f"past events: {held}{lost}")
+        return Text("event log: none; past events are in memory alone")
+    seconds = log.oldest_age_ns // 10**9
+    age = f"{seconds} s" if seconds < 120 else timedelta(seconds=seconds)
+    held = (
+        f"{size(log.bytes)}, events {log.oldest_id} to {log.newest_id}, oldest {age} ago" if log.oldest_id else "empty"
+    )
+    lost = f"; {log.lost_events} events are missing" if log.lost_events else ""
+    return Text(f"event log: {held}{lost}")
 
 
 def _budgets(found: Sequence[TierBytes]) -> Table:
@@ -217,7 +220,9 @@ def tiers(caches: Sequence[CacheStats]) -> Table:
         rare = ", ".join(f"{count(total[name])} {name}" for name in _RARE if total[name])
         rows.append((str(tier), share(total["ready"], total["capacity"]), bar, *counts, rare))
     return table(
-        ("tier", "filled", "", "slots", "held", "free", "clean", "of them"), rows, left=("tier", "", "of them")
+        ("tier", "filled", "of given out", "slots", "held", "free", "clean", "of them"),
+        rows,
+        left=("tier", "of given out", "of them"),
     )
 
 

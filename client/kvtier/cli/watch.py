@@ -15,7 +15,7 @@ import click
 
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
+from kvtier.cli.common import DaemonAt, Interrupts, address_option, cache_option, run
 from kvtier.cli.options import ago_ns, command, output_option
 from kvtier.cli.output import console
 from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write, yaml_documents
@@ -64,7 +64,7 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.option("--type", "types", multiple=True, type=_choices(EventType), help="Only these types. Repeatable.")
 @click.option("--cause", "causes", multiple=True, type=_choices(Cause), help="Only these causes. Repeatable.")
 @click.option("--tier", "tiers", multiple=True, type=_choices(Tier), help="Only what touches these tiers. Repeatable.")
-@click.option("--cache", "caches", multiple=True, metavar="NAME", help="Only these caches. Repeatable.")
+@cache_option("caches", multiple=True, help="Only these caches. Repeatable.")
 @click.option(
     "--group", "groups", multiple=True, type=click.IntRange(0, MAX_GROUPS - 1), help="Only these window groups."
 )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Blocks
 from kvtier.engine.layout import cache_name
 from kvtier.engine.log import opened
@@ -55,7 +55,7 @@ class Store:
         """
         try:
             self.name: Final = cache_name(spec, options.cache)
-        except FieldError as error:
+        except InvalidArgument as error:
             raise InvalidArgument(f"cache of {spec.model}: {error.field}", error.value, error.limit) from error
         options.require_room(spec, share)
         self.complaints: Final = Complaints(_log)

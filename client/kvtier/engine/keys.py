@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE, PLAIN, ROOT_PARENT, Scope, TokenIds, root, token_array
-from kvtier.abi.spec import FieldError
-from kvtier.errors import InvalidArgument
+from kvtier.abi.spec import InvalidArgument
 
 
 class KeyChain(ABC):
@@ -66,22 +65,15 @@ class _OfTokens(KeyChain):
     def __init__(self, tokens_per_block: int, scope: Scope) -> None:
         super().__init__()
         if scope.multimodal:
-            raise InvalidArgument(
-                "scope.multimodal", "items", "none: kvtier.chain_keys knows them, a growing chain not"
-            )
-        try:
-            self._last = root(scope)
-        except FieldError as error:
-            raise InvalidArgument(error.field, error.value, error.limit) from error
+            limit = "none: kvtier.chain_keys knows them, a growing chain not"
+            raise InvalidArgument("scope.multimodal", "items", limit)
+        self._last = root(scope)
         self._width: Final = tokens_per_block * 4
         self._rest = b""
         """Bytes of the tokens in the last block, which is not full yet."""
 
     def extend(self, more: TokenIds) -> int:
-        try:
-            tokens = self._rest + token_array(more).tobytes()
-        except FieldError as error:
-            raise InvalidArgument(error.field, error.value, error.limit) from error
+        tokens = self._rest + token_array(more).tobytes()
         full = len(tokens) - len(tokens) % self._width
         for start in range(0, full, self._width):
             self._last = hashlib.sha256(self._last + tokens[start : start + self._width]).digest()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from numpy.typing import NDArray
 
-from kvtier.abi.spec import STATE, CacheSpec, FieldError, PoolSpec, WindowGroupSpec
+from kvtier.abi.spec import STATE, CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import InvalidArgument
 from kvtier.memory.planes import Planes
 
@@ -98,7 +98,7 @@ class Layout:
         spec = CacheSpec(self.model, "uint8", self.tokens, groups=groups, identity=identity)
         try:
             spec.validate()
-        except FieldError as error:
+        except InvalidArgument as error:
             raise InvalidArgument(f"layout: {error.field}", error.value, error.limit) from error
         return spec
 

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from kvtier.abi.spec import CacheSpec
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, require_kind, require_within
 from kvtier.types import Tier, WritePolicy
 
 Share: TypeAlias = Fraction | int
@@ -23,12 +23,12 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "async_blocks": (0, 1 << 20),
     "reserve_blocks": (1, 1 << 16),
     "threads": (1, 64),
-    "load_timeout": (0.01, 600),
-    "pin_wait": (0.0, 60),
-    "remote_wait": (0.0, 600),
-    "recompute_seconds_per_block": (0.0, 3600),
+    "load_timeout": (0.01, 600.0),
+    "pin_wait": (0, 60.0),
+    "remote_wait": (0, 600.0),
+    "recompute_seconds_per_block": (0, 3600.0),
 }
-"""Least and most of each number. A number whose least is whole is whole."""
+"""Least and most of each number. A number whose most is whole is whole."""
 _BYTES: Final = ("host_bytes", "disk_bytes")
 _TEXTS: Final = ("address", "cache", "weights_version")
 SILENCE_S: Final = 0.05
@@ -82,13 +82,12 @@ class EngineOptions:
                 raise InvalidArgument(f"kvtier setting {name}", value, f"left out: settings are {', '.join(known)}")
         options = cls(**{**defaults, **settings})
         for name, (low, high) in _NUMBERS.items():
-            _require_number(name, getattr(options, name), low, high)
+            require_within(f"kvtier setting {name}", getattr(options, name), low, high)
         for name in _BYTES:
             if getattr(options, name) is not None:
-                _require_number(name, getattr(options, name), 1, 1 << 60)
+                require_within(f"kvtier setting {name}", getattr(options, name), 1, 1 << 60)
         for name in _TEXTS:
-            if not isinstance(getattr(options, name), str | None):
-                raise InvalidArgument(f"kvtier setting {name}", getattr(options, name), "a text")
+            require_kind(f"kvtier setting {name}", getattr(options, name), str, type(None))
         for name, words in _WORDS.items():
             value = getattr(options, name)
             if not any(value is word or (isinstance(word, str) and value == word) for word in words):
@@ -114,13 +113,6 @@ class EngineOptions:
         """Bytes by tier; None = the daemon's defaults."""
         asked = {Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
         return {tier: nbytes for tier, nbytes in asked.items() if nbytes is not None} or None
-
-
-def _require_number(name: str, value: object, low: float, high: float) -> None:
-    whole = isinstance(low, int)
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
-        kind = "a whole number" if whole else "a number"
-        raise InvalidArgument(f"kvtier setting {name}", value, f"{kind} from {low:g} to {high:g}")
 
 
 _EVERY_S: Final = 60.0

@@ -248,17 +248,9 @@ class Gpu:
                 message = f"stream {place:#x} is being captured into a graph: its work has no end yet to wait for"
                 raise DeviceError(message, call="cuEventRecord", code=CAPTURED_EVENT, reason="DEVICE_FAILED")
             event = _popped(self._events) or self.driver.event()
-            fence = _Recorded(self, event)
+            fence = _Recorded(self.driver, event, self._events)
             self.driver.record(event, place)
             return fence
-
-    def done(self, event: Event) -> bool:
-        with failing("asking whether work on the slots is over"):
-            return self.driver.done(event)
-
-    def take_back(self, event: Event) -> None:
-        """Takes an event back for reuse. A pending event does no harm: the next use records it anew."""
-        self._events.append(event)
 
     def reached(self, fences: Iterable[Fence]) -> None:
         for fence in set(fences):
@@ -349,15 +341,17 @@ class Gpu:
 
 
 class _Recorded(Fence):
-    def __init__(self, gpu: Gpu, event: Event) -> None:
-        self._gpu = gpu
+    def __init__(self, driver: Driver, event: Event, reusable: deque[Event]) -> None:
+        self._driver = driver
         self._event = event
+        self._reusable = reusable
 
     def passed(self) -> bool:
-        return self._gpu.done(self._event)
+        with failing("asking whether work on the slots is over"):
+            return self._driver.done(self._event)
 
     def __del__(self) -> None:
-        self._gpu.take_back(self._event)
+        self._reusable.append(self._event)  # a pending event does no harm: the next use records it anew
 
 
 class _Unmarked(Fence):
@@ -425,10 +419,8 @@ def failing(doing: str) -> Iterator[None]:
     try:
         yield
     except CudaLost as error:
-        what = "this process can use its GPU no more: end it, and the daemon has its slots back"
-        raise DeviceError(
-            f"{doing}: {error}; {what}", call=error.call, code=error.code, reason="DEVICE_LOST"
-        ) from error
+        message = f"{doing}: {error}; this process can use its GPU no more: end it, and the daemon has its slots back"
+        raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_LOST") from error
     except CudaError as error:
         message = f"{doing}: {error}"
         raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_FAILED") from error

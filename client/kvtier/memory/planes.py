@@ -72,8 +72,8 @@ class Pool(NamedTuple):
 
 
 class Planes:
-    """The arrays of an engine's pages, and the bytes of a block that each array has. ``planes[pages]`` are blocks, one
-    per page, wherever a cache or an arena takes blocks. ``get`` returns the numbers of the pages that it filled."""
+    """The arrays of an engine's pages. ``planes[pages]`` are blocks, one per page, wherever a cache or an arena takes
+    blocks. ``get`` returns the numbers of the pages that it filled."""
 
     def __init__(self, parts: Sequence[Part | tuple[int, Part]], block_bytes: int | None = None) -> None:
         """``parts``: arrays or tensors [pages, ...], all on the CPU or all on one GPU. Each part has the bytes of a

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -35,29 +35,6 @@ View: TypeAlias = "Bytes | Any"
 """Bytes in place: a numpy array, or a :class:`kvtier.abi.cuda.views.DeviceView` of memory that only a GPU addresses."""
 
 
-class Memory(Protocol):
-    """The slots of one tier, by window group."""
-
-    def reach(self, block: OnGpu) -> Gpu | None:
-        """The GPU that a block lies on, if blocks there can be copied directly; else None."""
-
-    def waits(self, blocks: Rows) -> bool:
-        """Whether a copy of any size waits for a device, so that it does not belong on an event loop."""
-
-    def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
-        """A slot's bytes in place, one 1-D view per pool."""
-
-    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        """Copies blocks into slots. When it returns or raises, no copy is running."""
-
-    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
-        """Copies slots into blocks. When it returns or raises, no copy is running. Raises :class:`IndexError` for a
-        slot that does not exist."""
-
-    def fence(self, stream: int | None) -> Fence:
-        """The point that a stream has reached: see :func:`kvtier.memory.gpu.fence_over`."""
-
-
 class CpuMemory:
     """Shared memory, as numpy arrays, unmapped when the last array over it is gone.
 
@@ -76,12 +53,15 @@ class CpuMemory:
         self._locks: PageLocks | None = None
 
     def reach(self, block: OnGpu) -> Gpu | None:
+        """The GPU that a block lies on, if blocks there can be copied directly; else None."""
         return Gpu.holding(block)
 
     def waits(self, blocks: Rows) -> bool:
+        """Whether a copy of any size waits for a device, so that it does not belong on an event loop."""
         return _any_on_gpu(blocks)
 
     def view(self, group: int, slot: int, *, write: bool) -> list[Bytes]:
+        """A slot's bytes in place, one 1-D view per pool."""
         views = [pool[slot] for pool in self._pools[group]]
         if not write:
             for view in views:
@@ -89,6 +69,7 @@ class CpuMemory:
         return views
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        """Copies blocks into slots. When it returns or raises, no copy is running."""
         if isinstance(blocks, Pages) and blocks.planes.on_gpu:
             return self._copy_pages(group, slots, blocks, to_host=True)
         cpu, gpus = _by_gpu(slots, blocks)
@@ -98,6 +79,8 @@ class CpuMemory:
         return None
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        """Copies slots into blocks. When it returns or raises, no copy is running. Raises :class:`IndexError` for a
+        slot that does not exist."""
         if isinstance(blocks, Pages) and blocks.planes.on_gpu:
             return self._copy_pages(group, slots, blocks, to_host=False)
         cpu, gpus = _by_gpu(slots, blocks)
@@ -108,19 +91,19 @@ class CpuMemory:
 
     async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
         """xxh3-128 checksums of the slots, 16 bytes each."""
-        pools, digest, digests = self._pools[group], xxhash.xxh3_128(), bytearray()
+        pools, digest = self._pools[group], xxhash.xxh3_128()
 
-        def work() -> None:
-            for slot in slots:
-                digest.reset()
-                for pool in pools:
-                    digest.update(pool[slot].data)
-                digests.extend(digest.digest())
+        def of_slot(slot: int) -> bytes:
+            digest.reset()
+            for pool in pools:
+                digest.update(pool[slot].data)
+            return digest.digest()
 
-        await buffers.run_copy(work, len(slots) * sum(pool.shape[1] for pool in pools))
-        return bytes(digests)
+        nbytes = len(slots) * sum(pool.shape[1] for pool in pools)
+        return await buffers.run_copy(lambda: b"".join(map(of_slot, slots)), nbytes)
 
     def fence(self, stream: int | None) -> Fence:
+        """The point that a stream has reached: see :func:`kvtier.memory.gpu.fence_over`."""
         return PASSED
 
     def _copies(
@@ -276,9 +259,6 @@ class CudaMemory:
     def waits(self, blocks: Rows) -> bool:
         return True
 
-    def pools(self, group: int) -> tuple[DevicePool, ...]:
-        return self._pools[group]
-
     def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
         return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
 
@@ -325,6 +305,10 @@ class CudaMemory:
         runs = pages.runs(places, np.asarray(slots, np.intp))
         copies = list(zip(*(run.tolist() for run in runs), strict=True))
         return ([], copies) if pages.planes.on_gpu else (copies, [])
+
+
+Memory: TypeAlias = CpuMemory | CudaMemory
+"""The slots of one tier, by window group."""
 
 
 def _address_of(block: Row) -> int:

@@ -52,8 +52,7 @@ class MirrorIndex:
 
     def size(self, cache: str) -> int:
         """Number of blocks in all window groups of a cache."""
-        known = self._caches.get(cache)
-        return sum(map(len, known.groups.values())) if known is not None else 0
+        return sum(map(len, self._known(cache).groups.values()))
 
     def apply(self, event: Event) -> None:
         """Applies an event. Raises :class:`DaemonError` for columns of different lengths, and for an impossible window
@@ -79,12 +78,12 @@ class MirrorIndex:
         _put(cache.blocks(part.group), part)
 
     def get(self, cache: str, group: int, key: bytes) -> MirroredBlock | None:
-        value = self._blocks(cache, group).get(key)
+        value = self._known(cache).groups.get(group, {}).get(key)
         return None if value is None else _block(key, value)
 
     def blocks(self, cache: str, group: int) -> Iterator[MirroredBlock]:
         """The present blocks, unordered."""
-        now = self._blocks(cache, group).copy()
+        now = self._known(cache).groups.get(group, {}).copy()
         return map(_block, now.keys(), now.values())
 
     def match(self, cache: str, keys: bytes, tiers: int, group: int | None = None) -> tuple[GroupSpan, ...]:
@@ -96,17 +95,14 @@ class MirrorIndex:
         Returns:
             Nothing if the cache does not exist. See :mod:`kvtier.chains`.
         """
-        known = self._caches.get(cache)
-        return known.match(keys, tiers, group) if known is not None else ()
+        return self._known(cache).match(keys, tiers, group)
 
     def fingerprint(self, cache: str) -> bytes | None:
         """Fingerprint of the specification; None if the cache does not exist."""
-        known = self._caches.get(cache)
-        return (known.fingerprint or None) if known is not None else None
+        return self._known(cache).fingerprint or None
 
-    def _blocks(self, cache: str, group: int) -> Blocks:
-        known = self._caches.get(cache)
-        return known.groups.get(group, {}) if known is not None else {}
+    def _known(self, cache: str) -> _Cache:
+        return self._caches.get(cache) or _Cache()
 
 
 class _Cache:

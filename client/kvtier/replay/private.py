@@ -7,14 +7,15 @@ import os
 import shutil
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonUnavailable, KvtierError
+from kvtier.replay import keeper
 from kvtier.types import Tier
 
 _READY: Final = b"kvtierd ready"
@@ -40,27 +41,27 @@ class TierSlots:
 class PrivateDaemon:
     """Runs ``kvtierd`` in a child process: ``async with PrivateDaemon(sizes) as daemon: connect(daemon.address)``.
 
-    The daemon's files are in a temporary directory, which is removed at the end. Inside the block the daemon can be
-    stopped and started again on the same files.
+    The daemon's files are in a temporary directory. With the block, or with this process even by SIGKILL, the daemon
+    ends and its files go. Inside the block the daemon can be stopped and started again on the same files.
     """
 
-    def __init__(self, sizes: Mapping[Tier, int], *, device: str = "stand-in", keep: Path | None = None) -> None:
+    def __init__(self, sizes: Mapping[Tier, int], *, device: str = "stand-in") -> None:
         """Prepares the daemon; entering starts it.
 
         Args:
             sizes: bytes by tier; 0 or absent = the daemon lacks the tier.
             device: the device of the device tier.
-            keep: a permanent directory for the state and the disk tier.
         """
         self._sizes = dict(sizes)
         self._device = device
-        self._keep = keep
         self._directory: Path | None = None
+        self._block: tuple[int, int] = (-1, -1)
+        """A pipe without bytes. Its end tells the keeper that the block has ended."""
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def address(self) -> str:
-        return str(self._home / "run")
+        return str(self.home / "run")
 
     @property
     def pid(self) -> int:
@@ -71,12 +72,13 @@ class PrivateDaemon:
 
     async def start(self) -> None:
         """Returns once the daemon serves. Raises :class:`DaemonUnavailable`, with the end of its log, if it fails."""
-        state, log = self._keep or self._home, self._home / "kvtierd.log"
+        log = self.home / "kvtierd.log"
         command = [
+            *(sys.executable, "-IS", keeper.__file__, str(self.home)),
             *(sys.executable, "-m", "kvtierd.main"),
             *("--runtime-dir", self.address),
-            *("--state-dir", str(state / "state")),
-            *("--disk-dir", str(state / "disk")),
+            *("--state-dir", str(self.home / "state")),
+            *("--disk-dir", str(self.home / "disk")),
             *("--default-budget", "100%"),  # the only cache gets all, and its only writer may reserve all
             *("--max-reserved-fraction", "1"),
         ]
@@ -86,7 +88,7 @@ class PrivateDaemon:
         environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
         with log.open("ab") as stderr:
             self._process = process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment, start_new_session=True
+                *command, stdin=self._block[0], stdout=PIPE, stderr=stderr, env=environment, start_new_session=True
             )
         assert process.stdout is not None
         try:
@@ -114,6 +116,7 @@ class PrivateDaemon:
 
     async def __aenter__(self) -> Self:
         self._directory = Path(tempfile.mkdtemp(prefix="kvtier-"))
+        self._block = os.pipe()
         try:
             await self.start()
         except BaseException:
@@ -121,13 +124,12 @@ class PrivateDaemon:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._remove()
 
     @property
-    def _home(self) -> Path:
+    def home(self) -> Path:
+        """The temporary directory."""
         if self._directory is None:
             raise KvtierError("the private daemon lives only inside its `async with` block", reason="CLOSED")
         return self._directory
@@ -136,5 +138,7 @@ class PrivateDaemon:
         try:
             await self.stop()
         finally:
-            shutil.rmtree(self._home)
+            shutil.rmtree(self.home)
             self._directory = None
+            for end in self._block:
+                os.close(end)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,14 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import MappedArena
 from kvtier.buffers import Blocks
 from kvtier.deadline import require_timeout
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, require_kind
 from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.gpu import Fence, Stream
-from kvtier.memory.tiers import Memory, View
+from kvtier.memory.tiers import Memory
 from kvtier.sync.loop import LoopThread, LoopWork
 from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.verbs import PrefixVerbs
 from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
-
-if TYPE_CHECKING:
-    import torch
 
 Inner = TypeVar("Inner")
 L = TypeVar("L", bound=lease.Lease)
@@ -142,14 +139,8 @@ class SyncLease(SyncHold[L]):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def view(self, index: int) -> list[View]:
-        """See :meth:`kvtier.lease.Lease.view`."""
-        return self.inner.view(index)
-
-    def tensors(self, index: int) -> list[torch.Tensor]:
-        """See :meth:`kvtier.lease.Lease.tensors`."""
-        return self.inner.tensors(index)
-
+    view = answers(lease.Lease.view)
+    tensors = answers(lease.Lease.tensors)
     require_live = answers(lease.Lease.require_live)
 
     @like(lease.Lease.give_back)
@@ -261,6 +252,8 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
 
     def release(self, *leases: SyncHold[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
+        for index, each in enumerate(leases):
+            require_kind(f"leases[{index}]", each, SyncHold)
         held = [each.inner for each in leases]
         fence = self.thread.fence(held, stream)
         self.thread.run(lambda: self.inner.release(*held, stream=fence, timeout=timeout))

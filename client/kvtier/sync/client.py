@@ -61,7 +61,7 @@ class SyncWatch(Twin[watch.Watch]):
             except StopAsyncIteration:
                 raise StopIteration from None
             except ClientClosed:
-                if self._closed:
+                if self._closed or not threading.main_thread().is_alive():  # the interpreter ends
                     raise StopIteration from None
                 raise
 
@@ -75,7 +75,7 @@ class SyncWatch(Twin[watch.Watch]):
 
 
 class Client(Twin[client.AsyncClient]):
-    """A synchronous client of the daemon whose runtime directory is ``address``: ``with kvtier.Client() as client``.
+    """A synchronous client: ``with kvtier.Client() as client``. ``address``: the runtime directory of the daemon.
 
     Arguments and errors: see :func:`kvtier.connect`. After :meth:`close`, and in a forked child, verbs raise
     :class:`kvtier.errors.ClientClosed`.
@@ -159,7 +159,7 @@ class Client(Twin[client.AsyncClient]):
 
 
 class SyncMirror(MirrorView):
-    """``with kvtier.sync.SyncMirror(client, ["llama"]) as mirror``: see :class:`kvtier.Mirror`. Lookups are
+    """A :class:`kvtier.Mirror` for threads: ``with kvtier.sync.SyncMirror(client, ["llama"]) as mirror``. Lookups are
     thread-safe."""
 
     def __init__(

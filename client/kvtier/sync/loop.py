@@ -182,8 +182,11 @@ class LoopCall(Generic[T]):
 
     def begin(self) -> None:
         """Starts the coroutine. Called on the loop."""
-        self._task = self._loop.create_task(self._work())
+        self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
+
+    async def _run(self) -> T:
+        return await self._work()  # an error of making the coroutine ends the task, too
 
     def settle(self, task: asyncio.Task[T] | None) -> None:
         """Wakes the waiting thread: the task has ended; None: the loop has."""

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from kvtier.abi import attach as protocol
-from kvtier.errors import DaemonUnavailable, InvalidArgument
+from kvtier.errors import DaemonUnavailable, InvalidArgument, require_kind
 from kvtier.transport.attached import AttachConnection, LocalChannel
 from kvtier.transport.channels import open_channel, require_grpc
 from kvtier.transport.stream import StreamConnection
@@ -23,7 +23,7 @@ TCP_SCHEME: Final = "tcp://"
 
 @dataclass(slots=True, frozen=True)
 class TlsFiles:
-    """PEM files: this client's certificate chain and key, and the certificates of the daemons' authorities."""
+    """PEM files for TLS: this client's certificate chain and key, and the certificates of the daemons' authorities."""
 
     cert: Path
     key: Path
@@ -180,6 +180,7 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     host, target = found[1] or found[2], found[0]
     if tls is None and not insecure:
         raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")
+    require_kind("tls", tls, TlsFiles, type(None))
     if tls is not None and insecure:
         raise InvalidArgument("insecure", insecure, "False where tls is given")
     if tls is None and not protocol.is_loopback(host):

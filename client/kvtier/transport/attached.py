@@ -102,9 +102,8 @@ class AttachConnection:
             raise errors.PermissionDenied(message, reason="PERMISSION_DENIED") from error
         except OSError as error:
             sock.close()
-            raise errors.DaemonUnavailable(
-                f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON"
-            ) from error
+            message = f"no daemon answers at {path}: {error.strerror}"
+            raise errors.DaemonUnavailable(message, reason="NO_DAEMON") from error
         return cls(sock)
 
     async def hello(self, token: str | None) -> session_pb2.Welcome:

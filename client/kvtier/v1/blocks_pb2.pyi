@@ -4,7 +4,7 @@ isort:skip_file
 Blocks: lookups, leases and moves. One call carries n blocks.
 
 Malformed input refuses the whole call (INVALID_ARGUMENT, with field, value and limit) and changes nothing. Conflicts
-with state are per-block results. No keys are as good as one: a prompt may be shorter than a block.
+with state are per-block results. A request without keys is malformed: its field may have another name.
 
 A stored prefix of n blocks is one of which a full-attention group holds blocks [0, n), and a group of a sliding window
 of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones, and those

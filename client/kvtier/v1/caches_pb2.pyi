@@ -448,6 +448,8 @@ class CacheInfo(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     HAS_OLD_BLOCKS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    IDLE_S_FIELD_NUMBER: builtins.int
+    LAST_USER_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     fingerprint: builtins.bytes
@@ -464,6 +466,10 @@ class CacheInfo(google.protobuf.message.Message):
     """blocks are here that were to be forgotten with that: they are, or were just now, in use"""
     device: builtins.str
     """where it lives: a GPU's uuid, "stand-in", or "" for one without a device tier"""
+    idle_s: builtins.int
+    """seconds since a session had the cache open, in this daemon's life; 0 = a session has"""
+    last_user: builtins.str
+    """of the latest Open in this daemon's life, like "uid 1000"; "": none"""
     @property
     def spec(self) -> global___CacheSpec: ...
     @property
@@ -485,9 +491,11 @@ class CacheInfo(google.protobuf.message.Message):
         generation: builtins.int = ...,
         has_old_blocks: builtins.bool = ...,
         device: builtins.str = ...,
+        idle_s: builtins.int = ...,
+        last_user: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "has_old_blocks", b"has_old_blocks", "name", b"name", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "has_old_blocks", b"has_old_blocks", "idle_s", b"idle_s", "last_user", b"last_user", "name", b"name", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
 

@@ -260,7 +260,7 @@ class Config(BaseSettings):
         "write each.",
     )
     remote: Annotated[RemoteConfig | None, NoDecode, BeforeValidator(_table)] = Field(
-        None, description="Store beyond this host. Its blocks enter the host tier."
+        None, description="Slower store shared by hosts (S3, GCS, a directory), used below this host's tiers."
     )
 
     allow: Annotated[tuple[AllowRule, ...], NoDecode, BeforeValidator(_listed)] = Field(
@@ -341,7 +341,7 @@ class Config(BaseSettings):
     )
     metrics_page: bool = Field(True, description="Serve a page of the daemon's state at `/` of that port.")
     traces: Annotated[str, AfterValidator(_collector)] | None = Field(
-        None, description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs `kvtier[otel]`."
+        None, description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs the extra `otel`."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest logged level.")
     debug_checks: bool = Field(False, description="Check all core invariants after every step. Slow.")

@@ -51,8 +51,8 @@ Set a key in the TOML file of `--config` (or `{ENV_PREFIX}CONFIG`), in the envir
 command line as `--<key>` with dashes; the later source wins. Sizes are bytes or text, for example `8GiB` or `500MB`.
 Lists are JSON in the environment and repeated flags on the command line.
 
-`kvtierd --check-config` checks keys, values and TLS files, as a start does, and names every fault. `kvtierd
---print-config` prints each value and its source, as JSON.
+`kvtierd --check-config` names every fault in keys, values and TLS files, as a start does. For caches on disk that
+would shrink it warns, with exit status 0. `kvtierd --print-config` prints each value and its source, as JSON.
 
 `systemctl reload kvtierd` (SIGHUP) reads all sources again and applies `allow` and `log_level`. Other changed keys wait
 for the next start; the log and `problems` of `kvtier status` name them. A configuration with a fault changes nothing.

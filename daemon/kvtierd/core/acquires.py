@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
@@ -22,16 +21,6 @@ from kvtierd.core.outcome import Grant, GroupGrant, Recorder, Refusal, RefusalRe
 from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import ChainRequest
 from kvtierd.core.window import WindowManager
-
-
-class NewLease(Protocol):
-    def __call__(self, session: SessionId, state: GroupState, tier: Tier, /) -> SlotLease: ...
-
-
-class MakeRefusal(Protocol):
-    def __call__(
-        self, ticket: AcquireTicket, reason: RefusalReason, wanted: int, free: int, matched: int, /
-    ) -> Refusal: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +69,11 @@ class Acquires:
     and have room."""
 
     def __init__(
-        self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal
+        self,
+        windows: Sequence[WindowManager],
+        recorder: Recorder,
+        new_lease: Callable[[SessionId, GroupState, Tier], SlotLease],
+        refusal: Callable[[AcquireTicket, RefusalReason, int, int, int], Refusal],
     ) -> None:
         self._windows = windows
         self._recorder = recorder

@@ -26,19 +26,6 @@ class Ancestry:
     """Propagation of uses and priorities. ``reconsider``: called with each block whose rank changes. ``used``: called
     with each block that is used."""
 
-    __slots__ = (
-        "_families",
-        "_group",
-        "_heap",
-        "_left",
-        "_numbers",
-        "_reconsider",
-        "_recorder",
-        "_slice",
-        "_used",
-        "due",
-    )
-
     def __init__(
         self,
         group: GroupId,

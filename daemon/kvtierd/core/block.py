@@ -41,7 +41,6 @@ FILLING: Final = Phase.FILLING
 READY: Final = Phase.READY
 LEAVING: Final = Phase.LEAVING
 
-
 DOWNWARDS: Final = 1
 UPWARDS: Final = 1 << 16
 """A copy in flight adds one of these to the ``reads`` of its source. Fewer than ``UPWARDS`` copies read one source at a

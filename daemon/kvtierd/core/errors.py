@@ -44,19 +44,16 @@ class UnknownLease(RequestError):
 
     def __init__(self, lease: LeaseId) -> None:
         super().__init__(f"lease {lease} does not exist (any more)")
-        self.lease = lease
 
 
 class ForeignLease(RequestError):
     def __init__(self, lease: LeaseId) -> None:
         super().__init__(f"lease {lease} belongs to another session")
-        self.lease = lease
 
 
 class TierOutOfService(RequestError):
     def __init__(self, tier: Tier) -> None:
         super().__init__(f"the {tier} tier is out of service")
-        self.tier = tier
 
 
 class ResetRefused(RequestError):

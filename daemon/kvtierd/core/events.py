@@ -7,9 +7,9 @@ change, so that applying an event twice changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
 from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
@@ -18,7 +18,6 @@ from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 STORED: Final = EventType.STORED
 REMOVED: Final = EventType.REMOVED
 UPDATED: Final = EventType.UPDATED
-
 
 COMMIT: Final = Cause.COMMIT
 WRITE_THROUGH: Final = Cause.WRITE_THROUGH
@@ -40,39 +39,17 @@ class BlockChange(NamedTuple):
     parent_label: Label | None = None
 
 
+@dataclass(slots=True, eq=False)
 class BlockChanges:
     """The blocks of an event in columns, one place a block; most readers work on columns. Iteration yields
     :class:`BlockChange` rows."""
 
-    __slots__ = ("keys", "labels", "parent_labels", "parents", "priorities", "residencies")
-
-    def __init__(
-        self,
-        keys: list[Key],
-        parents: list[Key | None],
-        residencies: list[int],
-        priorities: list[int],
-        labels: list[Label | None],
-        parent_labels: list[Label | None],
-    ) -> None:
-        self.keys = keys
-        self.parents = parents
-        self.residencies = residencies
-        self.priorities = priorities
-        self.labels = labels
-        self.parent_labels = parent_labels
-
-    @classmethod
-    def of(cls, rows: Iterable[BlockChange]) -> Self:
-        changes = cls([], [], [], [], [], [])
-        for key, parent, residency, priority, label, parent_label in rows:
-            changes.keys.append(key)
-            changes.parents.append(parent)
-            changes.residencies.append(residency)
-            changes.priorities.append(priority)
-            changes.labels.append(label)
-            changes.parent_labels.append(parent_label)
-        return changes
+    keys: list[Key]
+    parents: list[Key | None]
+    residencies: list[int]
+    priorities: list[int]
+    labels: list[Label | None]
+    parent_labels: list[Label | None]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -82,7 +59,7 @@ class BlockChanges:
         return map(BlockChange, *columns)
 
 
-NO_CHANGES: Final = BlockChanges.of(())
+NO_CHANGES: Final = BlockChanges([], [], [], [], [], [])
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,8 +90,6 @@ NO_END: Final = 1 << 64
 
 class EventSequencer:
     """Assigns event ids, contiguous in an epoch. All caches of a daemon share one sequencer."""
-
-    __slots__ = ("_last", "_sure")
 
     def __init__(self, last: int = 0) -> None:
         self._last = last

@@ -31,8 +31,6 @@ class Lru:
     Orders inside a priority are unique. A parent's order is above its child's once both have been used.
     """
 
-    __slots__ = ("_clock", "lift")
-
     def __init__(self, slots: int, shadows: Shadows) -> None:
         """``slots``: slots of the group's lowest tier. ``shadows``: estimate the misses of each policy."""
         self._clock = 0
@@ -65,8 +63,6 @@ class Lfuda(Lru):
     would. Uses are remembered after a block has left. While the shadows say that plain LRU finds more, LRU alone
     decides. A block's level, at most its parent's, is the last bits of its order, so orders are unique.
     """
-
-    __slots__ = ("_departed", "_least", "_levels", "_lifts", "_shadows")
 
     def __init__(self, slots: int, shadows: Shadows) -> None:
         super().__init__(slots, shadows)
@@ -128,8 +124,6 @@ class Ranked:
     integer, the rank above the slot: with tuples, garbage collection would stop the loop for long. ``blocks``: the
     tier's blocks by slot.
     """
-
-    __slots__ = ("_bit", "_blocks", "_heap", "_old", "_sweep_at", "_swept", "_tier")
 
     def __init__(self, tier: Tier, bit: int, blocks: Sequence[Block | None]) -> None:
         self._tier = tier
@@ -212,8 +206,6 @@ class Candidates:
     tier, blocks for the remote store. ``cleans``: number of clean or redundant blocks. ``lift``: distance in the order
     that a level adds; it is taken off here, except in the lowest tier (0), which blocks leave for good.
     """
-
-    __slots__ = ("_blocks", "_lift", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")
 
     def __init__(self, tier: Tier, slots: int, lift: int) -> None:
         self._lift = lift

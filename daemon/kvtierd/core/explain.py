@@ -11,8 +11,8 @@ from typing import Final
 from kvtierd.core.acquires import Acquires
 from kvtierd.core.block import Block, Phase
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
-from kvtierd.core.leases import LeaseRecord, SlotLease
+from kvtierd.core.ids import GroupId, Key, SlotId, Tier
+from kvtierd.core.leases import LeaseRecord, SlotLease, holders_of
 from kvtierd.core.policy import Edge
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import EdgeRecord, GroupCounts, ManagerStats, TierCount
@@ -83,9 +83,6 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[SlotLease
     groups = {group: _group(window) for group, window in windows.items()}
     counts = list(groups.values())
     tiers = sorted({tier for one in counts for tier in one.tiers})
-    held_by: dict[SessionId, int] = {}
-    for lease in leases:
-        held_by[lease.session] = held_by.get(lease.session, 0) + lease.slots
     return ManagerStats(
         blocks=sum(one.blocks for one in counts),
         tiers={tier: _sum([one.tiers[tier] for one in counts if tier in one.tiers]) for tier in tiers},
@@ -96,7 +93,7 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[SlotLease
         stored=sum(one.stored for one in counts),
         removed=sum(one.removed for one in counts),
         waiting=sum(window.waiting for window in windows.values()) + acquires.waiting,
-        held_by=held_by,
+        held_by={holder.session: holder.slots for holder in holders_of(leases)},
         groups=groups,
         leases=len(leases),
         orphaned_leases=sum(lease.orphaned for lease in leases),

@@ -27,7 +27,6 @@ from kvtierd.core.slots import (
     SLOT_QUARANTINED,
     SLOT_READY,
     SLOT_RETIRING,
-    SlotState,
     SlotTable,
 )
 
@@ -166,10 +165,6 @@ class GroupState:
         """Whether this copy makes a slot above clean."""
         return any(block in self.clean_copies[high] for high in self.above[tier])
 
-    def note_clean_copy(self, block: Block, tier: Tier) -> None:
-        """Records that the copy below keeps the tier's slot clean."""
-        self.clean_copies[tier].add(block)
-
     def forget_clean_copies(self, tier: Tier) -> bool:
         """Last resort: lets copies leave the tier that keep slots above clean. Returns whether there were any."""
         found = [
@@ -206,31 +201,27 @@ class GroupState:
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
         """Takes ``count`` slots. The caller has checked that they are free."""
         slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
-        if tier is not DISK:  # no client maps disk slots: the daemon takes them out of use for a resize
-            for slot in slots:
-                ledger.begin_write(slot)
-            ledger.own(slots, session)
+        for slot in slots:
+            ledger.begin_write(slot)
+        ledger.own(slots, session)
         return slots
-
-    def disown(self, tier: Tier, slot: SlotId) -> None:
-        self.ledgers[tier].own((slot,), None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Frees a slot in any state. Disk slots with a record go through :meth:`retire`."""
         if tier is not DISK:
             self.ledgers[tier].free(slot)
         if tier in self.lost:
-            self._enter(tier, slot, SLOT_QUARANTINED)
+            self.slots[tier].enter(slot, SLOT_QUARANTINED)
         else:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
         """Plans the deletion of a disk slot's record, before which the slot must not be written."""
         if DISK in self.lost:
-            self._enter(DISK, slot, SLOT_QUARANTINED)
+            self.slots[DISK].enter(slot, SLOT_QUARANTINED)
             return
         bad = slot in self.corrupt[DISK]
-        self._enter(DISK, slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
+        self.slots[DISK].enter(slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
         move = self.recorder.plan(self.group, DISK, None, CAPACITY, block, slot, None)
         self._retirements.setdefault(move, []).append((block, slot))
 
@@ -242,13 +233,13 @@ class GroupState:
             return False
         for position, (block, slot) in enumerate(retirements):
             if DISK in self.lost:
-                self._enter(DISK, slot, SLOT_QUARANTINED)
+                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
             elif position in failed:
-                self._enter(DISK, slot, SLOT_QUARANTINED)
+                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
                 self.undeleted.append((block, slot))
                 self._retire_again_at = now + self.policy.degraded_ns
             elif slot in self.corrupt[DISK]:
-                self._enter(DISK, slot, SLOT_QUARANTINED)
+                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
             else:
                 self.slots[DISK].give_back(slot)
         return True
@@ -268,9 +259,6 @@ class GroupState:
     @property
     def retiring_moves(self) -> int:
         return len(self._retirements)
-
-    def _enter(self, tier: Tier, slot: SlotId, state: SlotState) -> None:
-        self.slots[tier].enter(slot, state)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -347,11 +335,11 @@ class GroupState:
     def settle(self, block: Block, tier: Tier, copy: Copy) -> None:
         """Frees a detached copy's slot if its last hold, read or fill has ended."""
         if copy.phase is FILLING:
-            self._enter(tier, copy.slot, SLOT_RETIRING)
+            self.slots[tier].enter(copy.slot, SLOT_RETIRING)
         elif copy.holds > 0:
-            self._enter(tier, copy.slot, SLOT_READY)
+            self.slots[tier].enter(copy.slot, SLOT_READY)
         elif copy.reads > 0:
-            self._enter(tier, copy.slot, SLOT_RETIRING)
+            self.slots[tier].enter(copy.slot, SLOT_RETIRING)
         elif tier is DISK:
             self.retire(block, copy.slot)
         else:

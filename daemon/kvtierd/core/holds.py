@@ -69,7 +69,7 @@ class Holds:
                     self._outgrow(block, label)
                 if not hold:
                     del lease.blank[slot]
-                    state.disown(tier, slot)
+                    state.ledgers[tier].own((slot,), None)
                 writers = lease.writers(slot)
                 for writer in writers:
                     del writer.blank[slot]

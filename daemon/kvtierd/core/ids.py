@@ -34,7 +34,6 @@ Key = NewType("Key", bytes)
 
 KEY_BYTES: Final = 32
 
-
 DEVICE: Final = Tier.DEVICE
 HOST: Final = Tier.HOST
 DISK: Final = Tier.DISK

@@ -26,8 +26,6 @@ class BlockIndex:
     its length plus the removed blocks it skips.
     """
 
-    __slots__ = ("_blocks", "_kept", "_last", "_numbers", "_order", "_roots", "_swept", "get")
-
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
         self.get: Callable[[Key], Block | None] = self._blocks.get
@@ -125,8 +123,6 @@ _SETS: Final = 1 << len(TIERS)
 class Residencies:
     """Counts the blocks by residency. The only writer of :attr:`Block.residency`."""
 
-    __slots__ = ("_blocks",)
-
     def __init__(self) -> None:
         self._blocks = [0] * _SETS
 
@@ -147,8 +143,6 @@ class Residencies:
 
 class Pins:
     """Pin counts of a window group's copies. Few copies are pinned, so a copy has no field for its count."""
-
-    __slots__ = ("_of_tier",)
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._of_tier: dict[Tier, dict[Copy, tuple[Block, int]]] = {tier: {} for tier in tiers}

@@ -21,8 +21,6 @@ from kvtierd.core.outcome import SlotHolder
 class LeaseTable:
     """The live leases of a cache. Ids rise and are never used twice."""
 
-    __slots__ = ("_last", "_of_session", "live", "unstamped")
-
     def __init__(self) -> None:
         self.live: Final[dict[LeaseId, SlotLease]] = {}
         """Live leases, oldest first."""

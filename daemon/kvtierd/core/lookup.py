@@ -7,6 +7,7 @@ shorter prefix is not, and the answer is never the minimum of the groups' own an
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
@@ -159,15 +160,8 @@ def _longest(state: GroupState, keys: Sequence[Key]) -> tuple[int, Block | None]
     last = find(keys[-1]) if keys else None
     if last is not None:
         return len(keys), last
-    known, unknown = 0, len(keys) - 1
-    while known < unknown:
-        middle = (known + unknown) // 2
-        block = find(keys[middle])
-        if block is None:
-            unknown = middle
-        else:
-            known, last = middle + 1, block
-    return known, last
+    length = bisect_left(keys, True, key=lambda key: find(key) is None)
+    return length, find(keys[length - 1]) if length else None
 
 
 def partial(states: Sequence[GroupState], parent_key: Key | None, tokens: bytes, scope: bytes) -> PartialMatch | None:

@@ -195,8 +195,7 @@ class BlockManager:
         ticket = ReserveTicket(self._next_ticket(), session, tier, count)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
-        self._pump(now, window)
-        return ticket.id, self._take(now)
+        return ticket.id, self._outcome(now, window)
 
     def commit(
         self,
@@ -218,8 +217,7 @@ class BlockManager:
         results = window.holds.store(owned, items, hold=hold and not release, cause=cause)
         if release:
             self._end(owned)
-        self._pump(now, window)
-        return results, self._take(now)
+        return results, self._outcome(now, window)
 
     def acquire(
         self, session: SessionId, groups: Sequence[GroupId], tier: Tier, chains: Sequence[ChainRequest], now: int
@@ -237,8 +235,7 @@ class BlockManager:
         tickets = [self.acquires.match(self._next_ticket(), session, windows, tier, chain, now) for chain in chains]
         for ticket in tickets:
             self.acquires.queue(ticket, now)
-        self._pump_all(now)
-        return tuple(ticket.id for ticket in tickets), self._take(now)
+        return tuple(ticket.id for ticket in tickets), self._outcome(now)
 
     def join(self, session: SessionId, lease: LeaseId, now: int) -> tuple[SlotLease, Outcome]:
         """Makes a lease of this session over the slots and blocks of another lease. A blank slot is freed with its last
@@ -248,8 +245,7 @@ class BlockManager:
         window = self.windows[shared.group]
         joined = self._leases.grant(session, window.state, shared.tier)
         window.holds.join(shared, joined)
-        self._pump(now, window)
-        return joined, self._take(now)
+        return joined, self._outcome(now, window)
 
     def release(
         self, session: SessionId, leases: Sequence[LeaseId], now: int, slots: Collection[SlotId] = ()
@@ -266,8 +262,7 @@ class BlockManager:
                 self.windows[one.group].holds.give_back(one, frozenset(slots))
             else:
                 self._end(one)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def asked(self, group: GroupId, queried: int, found: int) -> None:
         self._window(group).use_counts.asked(queried, found)
@@ -280,8 +275,7 @@ class BlockManager:
         """
         window = self._window(group)
         window.use_counts.touch(keys)
-        self._pump(now, window)
-        return self._take(now)
+        return self._outcome(now, window)
 
     def lose_bytes(self, group: GroupId, key: Key, tier: Tier, slot: SlotId, now: int) -> Outcome:
         """Makes a block lose a copy whose bytes are not the committed bytes, if it is still in this slot."""
@@ -312,8 +306,7 @@ class BlockManager:
         upwards = [block for block in blocks if not block.residency & (2 * to.bit - 1)]
         window.state.touch(reversed(upwards))
         window.move(ticket)
-        self._pump(now, window)
-        return ticket.id, self._take(now)
+        return ticket.id, self._outcome(now, window)
 
     def drop(
         self, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False, following: Drop | None = None
@@ -327,9 +320,7 @@ class BlockManager:
         window = self._window(group)
         drop = following or Drop(window.state, keys, dry_run=dry_run)
         drop.go_on()
-        if not dry_run:
-            self._pump(now, window)
-        return drop, self._take(now)
+        return drop, self._take(now) if dry_run else self._outcome(now, window)
 
     def pin(
         self, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
@@ -339,8 +330,7 @@ class BlockManager:
         window = self._window(group)
         window.state.require(tier)
         results = reclaim.pin(window.state, tier, keys, unpin=unpin)
-        self._pump(now, window)
-        return results, self._take(now)
+        return results, self._outcome(now, window)
 
     def reset(
         self, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
@@ -359,8 +349,7 @@ class BlockManager:
         dropped, kept, before, roots = removal.reset(self.windows[group].state, before)
         later = [other for other in self.windows if other > group]
         going_on = (group, before) if before else (min(later), NEWEST) if later else None
-        self._pump_all(now)
-        return ResetResult(dropped, kept, going_on, tuple((group, key) for key in roots)), self._take(now)
+        return ResetResult(dropped, kept, going_on, tuple((group, key) for key in roots)), self._outcome(now)
 
     def reset_plan(self) -> ResetResult:
         """Predicts the report of a forced reset."""
@@ -392,8 +381,7 @@ class BlockManager:
         """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)
         results = window.set_retention(keys, pairs(priorities, durations_ms))
-        self._pump(now, window)
-        return results, self._take(now)
+        return results, self._outcome(now, window)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 
@@ -406,7 +394,7 @@ class BlockManager:
             self._pump(now, window)
         elif ticket in self.acquires.tickets:
             self.acquires.expire(self.acquires.tickets[ticket])
-            self._pump_all(now)
+            self._pump(now)
         return self._take(now)
 
     def cancel(self, ticket: TicketId, now: int) -> Outcome:
@@ -417,7 +405,7 @@ class BlockManager:
             self._pump(now, window)
         elif ticket in self.acquires.tickets:
             self.acquires.withdraw(self.acquires.tickets[ticket])
-            self._pump_all(now)
+            self._pump(now)
         return self._take(now)
 
     def orphan_session(self, session: SessionId, now: int) -> Outcome:
@@ -425,8 +413,7 @@ class BlockManager:
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             self.windows[lease.group].holds.orphan(lease, True)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def reattach_session(self, session: SessionId, now: int) -> Outcome:
         for lease in self._leases.of(session):
@@ -447,8 +434,7 @@ class BlockManager:
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             self._end(lease)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     # -- the mover's reports -----------------------------------------------------------------------------------------
 
@@ -456,15 +442,13 @@ class BlockManager:
         """Applies the results of moves. Each move was planned by an earlier outcome and is reported once."""
         for result in results:
             self.windows[self._moving.pop(result.id)].completed(result, now)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def tick(self, now: int) -> Outcome:
         """Applies the passage of time: like any call, ends due retentions; tries failed deletions and edges again."""
         for window in self.windows.values():
             window.state.retire_again(now)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     @property
     def behind(self) -> bool:
@@ -476,8 +460,7 @@ class BlockManager:
         lost copies and their dependants."""
         for window in self.windows.values():
             removal.lose_on(window.state)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def lose_tier(self, tier: Tier, now: int) -> Outcome:
         """Takes a failed tier out of service: refuses requests that wait for its slots, and removes a slice of its
@@ -491,15 +474,18 @@ class BlockManager:
         for window in self.windows.values():
             if tier in window.state.slots:
                 removal.lose_tier(window.state, tier)
-        self._pump_all(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def restore_disk(self, now: int) -> Outcome:
         """Puts the disk back in service. The caller has emptied its store."""
         for window in self.windows.values():
             if DISK in window.state.lost:
                 removal.restore_disk(window.state)
-        self._pump_all(now)
+        return self._outcome(now)
+
+    def _outcome(self, now: int, window: WindowManager | None = None) -> Outcome:
+        """Ends a call that has changed one group or, without a ``window``, perhaps all: serves the waiting requests."""
+        self._pump(now, window)
         return self._take(now)
 
     def _take(self, now: int) -> Outcome:
@@ -517,20 +503,16 @@ class BlockManager:
             self._moving[move.id] = move.group
         return outcome
 
-    def _pump(self, now: int, window: WindowManager) -> None:
-        """Serves the waiting requests of one group, whose state has changed."""
-        if self.acquires.tickets:
-            self._pump_all(now)
-        else:
-            self._served = (*self._served, window)
-            window.state.expire(now)
-            window.pump(now)
-
-    def _pump_all(self, now: int) -> None:
-        """Serves waiting requests until none can go on."""
+    def _pump(self, now: int, window: WindowManager | None = None) -> None:
+        """Serves waiting requests until none can go on. ``window``: the only group whose state has changed."""
         acquires = self.acquires
         if acquires.tickets:
             acquires.refresh(now)
+        elif window is not None:
+            self._served = (*self._served, window)
+            window.state.expire(now)
+            window.pump(now)
+            return
         self._served = tuple(self.windows.values())
         for window in self._served:
             window.state.expire(now)

@@ -53,6 +53,7 @@ class Content(NamedTuple):
     traits: Traits
 
 
+@dataclass(slots=True, eq=False)
 class SlotChanges:
     """Changes of the slots of one group in one tier of memory.
 
@@ -62,25 +63,13 @@ class SlotChanges:
     the slots from now on; None = no session.
     """
 
-    __slots__ = ("begun", "disowned", "filled", "group", "owners", "restated", "tier")
-
-    def __init__(
-        self,
-        group: GroupId,
-        tier: Tier,
-        begun: dict[SlotId, None],
-        filled: dict[SlotId, Block],
-        disowned: dict[SlotId, None],
-        restated: dict[SlotId, Block],
-        owners: dict[SlotId, SessionId | None],
-    ) -> None:
-        self.group = group
-        self.tier = tier
-        self.begun = begun
-        self.filled = filled
-        self.disowned = disowned
-        self.restated = restated
-        self.owners = owners
+    group: GroupId
+    tier: Tier
+    begun: dict[SlotId, None]
+    filled: dict[SlotId, Block]
+    disowned: dict[SlotId, None]
+    restated: dict[SlotId, Block]
+    owners: dict[SlotId, SessionId | None]
 
 
 class MoveItem(NamedTuple):
@@ -207,8 +196,6 @@ class Outcome:
 class Ledger:
     """Changes of one group's slots in one tier, so a slot's number says which slot. :meth:`take` empties the ledger at
     the end of each call. ``touched``: the ledger appends itself here with its first entry."""
-
-    __slots__ = ("_begun", "_clean", "_disowned", "_filled", "_group", "_owners", "_restated", "_tier", "_touched")
 
     def __init__(self, group: GroupId, tier: Tier, touched: list[Ledger]) -> None:
         self._group = group

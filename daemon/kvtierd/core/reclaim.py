@@ -27,7 +27,6 @@ _SOURCES: Final = {
 }
 """The preferred source tier by residency."""
 
-
 MOST_MISSING: Final = 16
 """Limit of ancestors copied to disk for one block, in multiples of ``Policy.blocks_a_call``."""
 
@@ -346,8 +345,6 @@ WINDOW_BITS: Final = 27
 
 class Demand:
     """Slots of a tier taken in a window of time: the recent maximum, which fades by an eighth a window."""
-
-    __slots__ = ("_before", "_most", "_window")
 
     def __init__(self) -> None:
         self._window = 0

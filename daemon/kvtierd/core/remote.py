@@ -198,39 +198,36 @@ class CacheRemote:
         self, states: Mapping[GroupId, OfferingGroup], recorder: Recorder, take: Callable[[int], Outcome]
     ) -> None:
         self._states = states
+        self._remotes = {group: state.remote for group, state in states.items() if state.remote is not None}
         self._recorder = recorder
         self._take = take
 
     def offers(self, group: GroupId, count: int) -> list[Offer]:
         """Returns the next ``count`` blocks for the store, or a few more. A block is offered once, unless it is
         :meth:`put_back`."""
-        remote = self._states[group].remote
-        return [] if remote is None else remote.take(count)
+        return self._remotes[group].take(count) if group in self._remotes else []
 
     def put_back(self, group: GroupId, keys: Sequence[Key]) -> None:
         """Takes back offered blocks that the store did not take."""
-        remote = self._states[group].remote
-        if remote is not None:
-            remote.put_back(keys)
+        if group in self._remotes:
+            self._remotes[group].put_back(keys)
 
     def begin_day(self, number: int) -> None:
         """Begins a day. A block used on this day is offered again if it was settled before the previous day."""
-        for state in self._states.values():
-            if state.remote is not None:
-                state.remote.day = number
+        for remote in self._remotes.values():
+            remote.day = number
 
     def unwritten(self) -> Counter[str]:
         """Number of blocks that wait for the store, by reason."""
         counts = Counter[str]()
-        for state in self._states.values():
-            if state.remote is not None:
-                counts.update(state.remote.unwritten())
+        for remote in self._remotes.values():
+            counts.update(remote.unwritten())
         return counts
 
     @property
     def left(self) -> int:
         """Number of blocks that were due and left this host unwritten."""
-        return sum(state.remote.left for state in self._states.values() if state.remote is not None)
+        return sum(remote.left for remote in self._remotes.values())
 
     def slot(self, group: GroupId, key: Key) -> tuple[Tier, int] | None:
         """Returns the tier and slot to read a block from; None if it has no readable copy."""
@@ -258,8 +255,8 @@ class CacheRemote:
         transfer = Transfer(src, dst, state.shape.slot_bytes[local], 0, copy_ns)
         for block in known:
             self._recorder.change(UPDATED, Cause.REMOTE, group, block, transfer)
-        if state.remote is not None and src is REMOTE:
-            state.remote.keep(block.key for block in known)
+        if group in self._remotes and src is REMOTE:
+            self._remotes[group].keep(block.key for block in known)
         return self._take(now)
 
     def damaged(self, group: GroupId, key: Key, now: int) -> Outcome:

@@ -42,8 +42,6 @@ class Clocks:
     clock runs from the end of the call: :meth:`stamp` gets the time.
     """
 
-    __slots__ = ("_changed", "_heap", "_numbers", "_restated", "_running", "_started")
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Block]] = []
         self._numbers = count()

@@ -33,8 +33,6 @@ _FADE: Final = 0.95
 class Departed:
     """The levels of the last ``most`` keys added, by digests of 8 bytes."""
 
-    __slots__ = ("_levels", "_most", "_next", "_places", "_ring")
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._ring = array("q")
@@ -66,8 +64,6 @@ class Departed:
 class Shadow:
     """A simulated tier of ``slots`` without bytes. ``lift``: number of uses by which each level delays a block's
     eviction."""
-
-    __slots__ = ("_clock", "_departed", "_levels", "_lift", "_queues", "_slots", "misses")
 
     def __init__(self, slots: int, lift: int, remembered: int) -> None:
         self._slots = slots
@@ -107,8 +103,6 @@ class Shadow:
 
 class Shadows:
     """Shadows of one window group whose lowest tier has ``slots``."""
-
-    __slots__ = ("_every", "_mask", "_period", "_scores", "_seen", "_shadows")
 
     def __init__(self, slots: int) -> None:
         self._every = 1 << max((slots // SAMPLE).bit_length() - 1, 0)

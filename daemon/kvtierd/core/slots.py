@@ -58,8 +58,6 @@ class SlotTable:
     A free slot costs four bytes: a tier may have millions.
     """
 
-    __slots__ = ("_counts", "_free", "_states", "capacity", "taken")
-
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._states = bytearray(capacity)

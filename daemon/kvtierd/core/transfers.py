@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -37,18 +38,16 @@ class EdgeRecord:
     degraded_until: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class CopyInFlight:
     """A copy of a block in flight."""
 
-    __slots__ = ("block", "cause", "copy", "dst", "source", "src")
-
-    def __init__(self, block: Block, src: Tier, dst: Tier, source: Copy, copy: Copy, cause: Cause) -> None:
-        self.block = block
-        self.src = src
-        self.dst = dst
-        self.source = source
-        self.copy = copy
-        self.cause = cause
+    block: Block
+    src: Tier
+    dst: Tier
+    source: Copy
+    copy: Copy
+    cause: Cause
 
     @property
     def edge(self) -> Edge:
@@ -62,8 +61,8 @@ class Transfers:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._through = state.policy.write_policy is WriteMode.THROUGH
-        self._in_flight: dict[MoveId, list[CopyInFlight]] = {}
-        self._waiters: dict[Copy, list[FetchTicket]] = {}
+        self._in_flight: defaultdict[MoveId, list[CopyInFlight]] = defaultdict(list)
+        self._waiters: defaultdict[Copy, list[FetchTicket]] = defaultdict(list)
         """Fetches that wait for a copy to become READY."""
         self._demoting: dict[Block, Tier] = {}
         """Target tiers of blocks that a client moved while a copy of the block was in flight."""
@@ -94,11 +93,7 @@ class Transfers:
             self._count_background(src, 1)
         self.to_disk += dst is DISK
         flight = CopyInFlight(block, src, dst, source, copy, cause)
-        in_flight = self._in_flight.get(move)
-        if in_flight is None:
-            self._in_flight[move] = [flight]
-        else:
-            in_flight.append(flight)
+        self._in_flight[move].append(flight)
         return copy
 
     def demote_to(self, block: Block, tier: Tier) -> None:
@@ -126,7 +121,7 @@ class Transfers:
 
     def await_copy(self, copy: Copy, ticket: FetchTicket) -> None:
         """Adds a fetch that waits for a FILLING copy to end."""
-        self._waiters.setdefault(copy, []).append(ticket)
+        self._waiters[copy].append(ticket)
 
     def forget(self, copy: Copy, ticket: FetchTicket) -> None:
         """Ends the fetch's wait for the copy, if it waits."""
@@ -207,7 +202,7 @@ class Transfers:
             if cause in _BACKGROUND:
                 cause = CAPACITY  # the source leaves because its slot was wanted meanwhile
         elif cause is WATERMARK:
-            state.note_clean_copy(block, src)
+            state.clean_copies[src].add(block)
         elif self._promoted(flight):
             state.detach(block, src)
         target = self._demoting.get(block)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
-from typing import assert_never
 
 from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
@@ -107,15 +106,13 @@ class WindowManager:
 
     def withdraw(self, ticket: Ticket) -> None:
         """Withdraws a request whose caller has gone. Drops its claims and holds, and gives no answer."""
-        if ticket in self._queues[ticket.tier]:
-            self._queues[ticket.tier].remove(ticket)
+        self.dequeue(ticket)
         if isinstance(ticket, FetchTicket):
             self.let_go(ticket)
 
     def expire(self, ticket: Ticket) -> None:
         """The request's deadline passed: a move ends with the blocks that are there, a reserve is refused."""
-        if ticket in self._queues[ticket.tier]:
-            self._queues[ticket.tier].remove(ticket)
+        self.dequeue(ticket)
         if isinstance(ticket, ReserveTicket):
             self._refuse(ticket, RefusalReason.DEADLINE)
             return
@@ -134,7 +131,7 @@ class WindowManager:
         copies."""
         self.reclaimer.begin(now)
         for tier in self.state.tiers:
-            while self._queues[tier] and self._serve_head(tier, now):
+            while self._queues[tier] and self._serve_head(tier):
                 pass
         self.reclaimer.serve(LAST)
         self.background.work(now)
@@ -151,7 +148,7 @@ class WindowManager:
             place -= 1
         queue.insert(place, ticket)
 
-    def dequeue(self, ticket: FetchTicket) -> None:
+    def dequeue(self, ticket: Ticket) -> None:
         if ticket in self._queues[ticket.tier]:
             self._queues[ticket.tier].remove(ticket)
 
@@ -167,7 +164,7 @@ class WindowManager:
 
     # -- serving -----------------------------------------------------------------------------------------------------
 
-    def _serve_head(self, tier: Tier, now: int) -> bool:
+    def _serve_head(self, tier: Tier) -> bool:
         """Serves the head of a queue. True if the head was answered or has started, so that the next request can be
         served."""
         ticket = self._queues[tier][0]
@@ -191,21 +188,19 @@ class WindowManager:
         if prospect is NEVER and not self._settle_for_less(ticket):
             return True
         self._queues[tier].popleft()
-        self._start(ticket, now)
+        self._start(ticket)
         return True
 
-    def _start(self, ticket: Ticket, now: int) -> None:
+    def _start(self, ticket: Ticket) -> None:
         if isinstance(ticket, ReserveTicket):
             lease = self._new_lease(ticket.session, self.state, ticket.tier)
             slots = self.state.take_blanks(ticket.tier, ticket.session, ticket.count)
             lease.blank = dict.fromkeys(slots)
             self._recorder.grant(Grant(ticket.id, (GroupGrant(self.state.group, lease.id, tuple(slots)),)))
-        elif isinstance(ticket, FetchTicket):
+        else:
             self._take(ticket, present_only=False)
             if ticket.pending == 0 and not ticket.hold:
                 self._answer_move(ticket)
-        else:
-            assert_never(ticket)
 
     def _settle_for_less(self, ticket: Ticket) -> bool:
         """Nothing more can be had and nothing is in flight: a move does with less, a reserve is refused."""

@@ -58,7 +58,6 @@ class EventLog:
         self._size = 0
         self._writing = 0
         """Number of waiting runs that are being written."""
-        self._offered = 0
         self._stopping = False
         self._failures = self._lost = 0
         self._failing: str | None = None
@@ -89,7 +88,6 @@ class EventLog:
         with self._changed:
             self._waiting.append(run)
             self._size += run.size
-            self._offered = run.last
             while self._size > self._waiting_bytes and len(self._waiting) > self._writing + 1:
                 self._lost += len(self._waiting[self._writing])
                 self._size -= self._waiting[self._writing].size

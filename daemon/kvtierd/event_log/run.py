@@ -120,5 +120,4 @@ def decode_head(data: bytes) -> Head | None:
     fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
     if len(data) < HEAD_BYTES or check != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
         return None
-    first, last, latest_ns, body_bytes, private_bytes, digest = _FIELDS.unpack(fields)
-    return Head(first, last, latest_ns, body_bytes, private_bytes, digest)
+    return Head(*_FIELDS.unpack(fields))

@@ -11,10 +11,9 @@ from typing import Final
 
 import xxhash
 
-from kvtierd.core.ids import GroupId, Key, SlotId, Tier, Traits
-from kvtierd.core.outcome import Move
+from kvtierd.core.ids import GroupId, Key, SlotId, Traits
 from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
-from kvtierd.mover.work import Concerns, destination, items_of
+from kvtierd.mover.work import Concerns, destination, items_of, target
 from kvtierd.tiers.base import TierError
 from kvtierd.tiers.disk.batch import DiskWrite, Retirement
 from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore
@@ -125,7 +124,7 @@ def read(batch: Batch) -> Faults:
     """Reads blocks into memory and verifies them."""
     runtime = batch[0].runtime
     items = items_of(batch)
-    return fetch(batch, [runtime.memory(_target(m)).padded_parts(m.group, destination(item)) for m, item in items])
+    return fetch(batch, [runtime.memory(target(m)).padded_parts(m.group, destination(item)) for m, item in items])
 
 
 def fetch(batch: Batch, parts: Sequence[Sequence[memoryview]]) -> Faults:
@@ -136,12 +135,6 @@ def fetch(batch: Batch, parts: Sequence[Sequence[memoryview]]) -> Faults:
     ]
     report = batch[0].runtime.store.read(reads)
     return Faults(failed=report.failed, corrupt=report.corrupt)
-
-
-def _target(move: Move) -> Tier:
-    if move.dst is None:
-        raise ValueError("a reader cannot retire slots")
-    return move.dst
 
 
 def concerns(piece: CopyPiece) -> Concerns:

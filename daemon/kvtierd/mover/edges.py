@@ -117,13 +117,13 @@ class Edges:
         lanes: Sequence[Lane] = LANES,
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
         self._mailbox: Mailbox[CopyReport] = Mailbox(loop, self._drain)
         self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
         self._in_flight: Counter[CacheId] = Counter()
-        self._watchers: list[asyncio.Future[None]] = []
+        self._delivered = asyncio.Event()
+        """Set for a moment whenever results have been delivered."""
         self.trace: Trace | None = None
         self._lane_threads = [LaneThreads(lane, loop, self._mailbox.post) for lane in lanes]
         self._routes = {
@@ -156,17 +156,13 @@ class Edges:
     async def idle(self, cache: CacheId | None = None) -> None:
         """Returns when no move is in flight and all results are delivered."""
         while self.in_flight(cache):
-            watcher: asyncio.Future[None] = self._loop.create_future()
-            self._watchers.append(watcher)
-            await watcher
+            await self._delivered.wait()
 
     async def written(self, cache: CacheId) -> None:
         """Returns when the present writes and deletions to the cache's disk have ended."""
         on_the_way = {place for place, one in self._journeys.items() if place[0] == cache and _on_disk(one.move)}
         while not on_the_way.isdisjoint(self._journeys):
-            watcher: asyncio.Future[None] = self._loop.create_future()
-            self._watchers.append(watcher)
-            await watcher
+            await self._delivered.wait()
 
     def problems(self) -> list[str]:
         now_ns = time.monotonic_ns()
@@ -192,7 +188,7 @@ class Edges:
             self._mailbox.close()
             self._journeys.clear()
             self._in_flight.clear()
-            self._wake_watchers()
+            self._wake()
         return True
 
     def _drain(self) -> None:
@@ -204,13 +200,11 @@ class Edges:
                 ended[journey.runtime].append(self._arrived(journey))
         for runtime, results in ended.items():
             self._deliver(runtime, results)
-        self._wake_watchers()
+        self._wake()
 
-    def _wake_watchers(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+    def _wake(self) -> None:
+        self._delivered.set()
+        self._delivered.clear()
 
     def _arrived(self, journey: _Journey) -> MoveResult:
         runtime, move = journey.runtime, journey.move
@@ -233,8 +227,6 @@ def _blocks(report: CopyReport) -> int:
 
 def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[CopyPiece]:
     """Cuts a move into pieces of at most ``blocks`` items, in order."""
-    if not move.items:
-        raise ValueError(f"move {move.id} has no items")
     now_ns = time.monotonic_ns()
     for first in range(0, len(move.items), blocks):
         yield CopyPiece(runtime, move, first, move.items[first : first + blocks], now_ns)

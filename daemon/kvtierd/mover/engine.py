@@ -9,18 +9,17 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
-from kvtierd.core.ids import DAEMON, CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.leases import LeftLease, SlotLease
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal, RefusalReason
+from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal
 from kvtierd.core.removal import DropResult
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, ResetResult
 from kvtierd.mover.edges import Trace
@@ -107,28 +106,6 @@ class Engine:
         cache.removed = True
         self._executor.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
-
-    @contextmanager
-    def resizing(self, cache_id: CacheId) -> Iterator[None]:
-        """Until the end of the block, clients that the cache's tiers have too few slots for wait. Then they are
-        refused."""
-        cache = self._find(cache_id)
-        cache.resize = asyncio.Event()
-        try:
-            yield
-        finally:
-            cache.resize.set()
-            cache.resize = None
-
-    async def end_threads(self, cache_id: CacheId) -> None:
-        """Returns when no thread works on slots of a removed cache."""
-        if cache_id in self._executor.caches:
-            raise ValueError(f"cache {cache_id} is open")
-        await self._threads.ended()
-
-    def caches(self) -> tuple[CacheId, ...]:
-        """The open caches, in the order in which they were added."""
-        return tuple(self._executor.caches)
 
     def runtime(self, cache_id: CacheId) -> CacheRuntime:
         return self._find(cache_id).runtime
@@ -515,10 +492,7 @@ class Engine:
         except BaseException:
             self._withdraw(cache, waiting)
             raise
-        answers = [one.answer for one in waiting if one.answer is not None]
-        if cache.resize is not None and any(map(_is_full, answers)) and waiting[0].session != DAEMON:
-            await cache.resize.wait()
-        return answers
+        return [one.answer for one in waiting if one.answer is not None]
 
     def _begin(self, cache: OpenCache, waiting: Sequence[Waiting], outcome: Outcome, timeout_s: float | None) -> None:
         """Applies the outcome that came with the tickets, and sets their deadlines."""
@@ -556,10 +530,6 @@ class Engine:
 
     def _expire(self, cache: OpenCache, waiting: Waiting) -> None:
         self._executor.advance(cache, lambda now: cache.manager.expire(waiting.ticket, now))
-
-
-def _is_full(answer: Answer) -> bool:
-    return isinstance(answer, Refusal) and answer.reason is RefusalReason.TIER_FULL
 
 
 def _granted(waiting: Waiting) -> Grant:

@@ -46,8 +46,7 @@ class EventSink(Protocol):
 @dataclass(slots=True, eq=False)
 class OpenCache:
     """An open cache. ``closing``: takes no new tickets. ``removed``: must not be touched any more. ``going_on``: the
-    loop has a callback for the work that calls have left. ``resize``: set at the end of the present resize; until then
-    a refusal for want of slots waits."""
+    loop has a callback for the work that calls have left."""
 
     runtime: CacheRuntime
     manager: BlockManager
@@ -56,7 +55,6 @@ class OpenCache:
     closing: bool = False
     removed: bool = False
     going_on: bool = False
-    resize: asyncio.Event | None = None
 
 
 class Executor:
@@ -175,14 +173,9 @@ class SlotThreads:
         action()
         return True
 
-    async def ended(self) -> None:
-        """Returns when the threads that run now have ended."""
-        if self._threads:
-            await asyncio.wait(self._threads)
-
     async def idle(self) -> None:
         while self._threads:
-            await self.ended()
+            await asyncio.wait(self._threads)
 
     def close(self) -> None:
         """Starts no more threads. Running threads end with their work."""
@@ -219,8 +212,6 @@ class Waiting:
 
 class Tickets:
     """The unanswered tickets of one cache."""
-
-    __slots__ = ("_loop", "_waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

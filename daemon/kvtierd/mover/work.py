@@ -19,7 +19,6 @@ Edge = tuple[Tier, Tier | None]
 """Source and destination. A destination of None retires disk slots: their records are deleted, and nothing is
 copied."""
 
-
 Concerns = Set[tuple[GroupId, SlotId | Key]]
 
 
@@ -50,6 +49,13 @@ def destination(item: MoveItem) -> SlotId:
     if item.dst is None:
         raise ValueError(f"slot {item.src} is to be retired, not copied")
     return item.dst
+
+
+def target(move: Move) -> Tier:
+    """The tier a copy goes to. Raises ValueError for a move that retires disk slots."""
+    if move.dst is None:
+        raise ValueError(f"move {move.id} copies nothing")
+    return move.dst
 
 
 def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[CopyReport]:
@@ -107,15 +113,12 @@ def copy(batch: Batch) -> Faults:
     """Copies every item's bytes from the source tier's slot to the destination's. Each run and pool is one
     ``np.copyto``, which releases the GIL. Many small copies beside a busy thread would be much slower."""
     runtime = batch[0].runtime
-    edge = batch[0].move
-    if edge.dst is None:
-        raise ValueError("a copy stream cannot retire slots")
-    source, target = runtime.memory(edge.src), runtime.memory(edge.dst)
+    sources, targets = runtime.memory(batch[0].move.src), runtime.memory(target(batch[0].move))
     for run in runs((move.group, item.src, destination(item)) for move, item in items_of(batch)):
         for pool in range(runtime.pools(run.group)):
             np.copyto(
-                target.pool_array(run.group, pool)[run.dst : run.dst + run.count],
-                source.pool_array(run.group, pool)[run.src : run.src + run.count],
+                targets.pool_array(run.group, pool)[run.dst : run.dst + run.count],
+                sources.pool_array(run.group, pool)[run.src : run.src + run.count],
             )
     return Faults()
 
@@ -129,8 +132,6 @@ class Mailbox(Generic[T]):
     The flag is cleared before the values are taken, and set after they are appended: a value is either seen by the
     drain that is due, or schedules the next drain. Two drains for one burst are possible and harmless.
     """
-
-    __slots__ = ("_closed", "_drain", "_due", "_loop", "_values")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
         self._loop = loop

@@ -72,8 +72,6 @@ class Lane:
 class Gathering:
     """Pieces that are carried out together, with the counts that limit a batch."""
 
-    __slots__ = ("_about", "_copied_bytes", "_copies", "_device_bytes", "_lane", "_retires", "pieces")
-
     def __init__(self, lane: Lane, piece: CopyPiece) -> None:
         count, move = len(piece.items), piece.move
         nbytes = count * piece.runtime.spec.record_bytes(move.group)

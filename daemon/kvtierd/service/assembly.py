@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat
 from operator import itemgetter
 from typing import Final
@@ -33,13 +32,14 @@ from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.mover.cuda.copies import CudaCopies
+from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.notify import Notifier
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
 from kvtierd.service.cache import CacheSettings
 from kvtierd.service.devices import Device, Devices
 from kvtierd.service.forgotten import Forgotten
-from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
-from kvtierd.service.resizing import FormerLife
+from kvtierd.service.recovery import NOBODY, About, Keeper, KeptArena, OldLife, adopt
+from kvtierd.service.resizing import carry
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError, TierIOError
@@ -52,8 +52,6 @@ from kvtierd.tiers.memfd import near
 
 MANAGER_LETS_GO_S: Final = 5.0
 """Seconds that kept GPU memory may stay taken after the service manager was told to let go of it."""
-
-_Blocks = dict[GroupId, list[RecoveredBlock]]
 
 _log = logging.getLogger(__name__)
 _never_given_back: Final[list[Parts]] = []
@@ -78,7 +76,8 @@ class Stores:
 class Plan:
     """A cache to be made. ``stored``: it is on disk already. ``changed``: with other slots or options. ``unclean``: the
     life before did not end by a clean stop. ``old``: the earlier sessions whose leases are honoured if the cache's
-    memory was kept; None = fresh memory. ``former``: the cache before a resize."""
+    memory was kept; None = fresh memory. ``promised``: slots to be remembered; None = ``slots``. ``former``: the cache
+    before a resize."""
 
     name: str
     spec: CacheSpec
@@ -89,7 +88,8 @@ class Plan:
     unclean: bool = False
     old: OldLife | None = None
     changed: bool = False
-    former: FormerLife | None = None
+    promised: Slots | None = None
+    former: CacheRuntime | None = None
 
     @property
     def restarted(self) -> bool:
@@ -162,8 +162,6 @@ class Assembler:
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
         layout = ArenaLayout.plan(spec, places)
-        if plan.former is not None:
-            return self._resized(plan, plan.former, cache, layout, identity)
         arena = self._adopted_arena(plan, layout, identity)
         old = plan.old if arena is not None else None
         if arena is None:
@@ -175,6 +173,9 @@ class Assembler:
                 cuda = None if gpu_memory is None else gpu_memory.described
                 self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options, cuda))
             self._remember(plan)  # before any event of the cache
+            if plan.former is not None:
+                carry(plan.former, arena, slots)
+                old = NOBODY
             disk = self._disk_store(plan)
             try:
                 return self._filled(plan, cache, arena, disk, old)
@@ -190,46 +191,20 @@ class Assembler:
             arena.close()
             raise
 
-    def _resized(
-        self, plan: Plan, former: FormerLife, cache: CacheId, layout: ArenaLayout, identity: ArenaIdentity
-    ) -> Parts:
-        """Like :meth:`assemble`, after a resize. The disk comes first: if it fails, nothing is lost."""
-        keeper = self._stores.keeper
-        with ExitStack() as undo:
-            disk = self._disk_store(plan)
-            if disk is not None:
-                undo.callback(disk.close)
-            arena, moves = former.move(plan.name, layout, identity, plan.slots, records=keeper.keeps)
-            undo.callback(arena.close)
-            keeper.store(plan.name, arena, About(plan.spec, plan.slots, plan.options))
-            self._remember(plan)
-            parts = self._filled(plan, cache, arena, disk, None, partial(former.carried, arena, moves, disk))
-            undo.pop_all()
-        return parts
-
     def _remember(self, plan: Plan) -> None:
         remembered, device = self._stores.remembered, plan.device.id
         if not plan.stored or plan.changed:
             in_memory = Tier.DISK not in plan.slots  # a disk store has its options
             past = PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored()) if in_memory else None
-            remembered.put(plan.name, plan.slots, past, device)
+            remembered.put(plan.name, plan.promised or plan.slots, past, device)
         elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
             remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
-    def _filled(
-        self,
-        plan: Plan,
-        cache: CacheId,
-        arena: Arena,
-        disk: DiskStore | None,
-        old: OldLife | None,
-        carried: Callable[[Sequence[GroupShape], _Blocks], _Blocks] = lambda _, found: found,
-    ) -> Parts:
-        """The parts with the recovered blocks. ``old``: None unless the arena was adopted. ``carried``: adds blocks to
-        the blocks on disk."""
+    def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
+        """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
         host = HostStore(arena) if Tier.HOST in plan.slots else None
         device = self._device(plan, arena)
-        recovered: _Blocks = {}
+        recovered: dict[GroupId, list[RecoveredBlock]] = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
         corrupt: Mapping[GroupId, Sequence[Key]] = {}
         if disk is not None and plan.stored:
@@ -238,7 +213,6 @@ class Assembler:
                 says = "records on disk could not be used cache=%s dropped=%d of_these_corrupt=%d"
                 _log.warning(says, plan.name, found.dropped, sum(map(len, found.corrupt.values())))
             recovered, quarantined, corrupt = _recovered(found), found.quarantined, found.corrupt
-        recovered = carried(plan.shapes, recovered)
         left: Sequence[LeftLease] = ()
         if old is not None:
             adopted = adopt(arena, plan.shapes, recovered, old)
@@ -299,7 +273,7 @@ class Assembler:
         try:
             return self._adopt(plan, layout, identity, kept)
         except NotAdoptable as error:
-            _log.warning("kept memory is not adopted cache=%s why=%r", plan.name, str(error))
+            _log.warning("memory of cache %s is dropped: %s", plan.name, error)
             self._stores.keeper.forget(plan.name)
             return None
         except BaseException:
@@ -364,7 +338,7 @@ def _copies(
         raise DeviceIOError(f"cache {plan.name}: no streams to be had: {error}") from error
 
 
-def _recovered(found: Recovery) -> _Blocks:
+def _recovered(found: Recovery) -> dict[GroupId, list[RecoveredBlock]]:
     fields = [itemgetter(DiskRecord._fields.index(name)) for name in ("slot", "key", "parent", "traits")]
     not_in_memory = repeat(None), repeat(None)
     return {

@@ -98,7 +98,9 @@ def _blocks(spec: CacheSpec, tokens: int) -> int:
 Slots = Mapping[Tier, tuple[int, ...]]
 """Slots by tier of the cache, a count above 0 per window group."""
 
-_KIND: Final = "budgets"
+CACHES: Final = "caches"
+"""The directory below the state directory that has the budgets of caches."""
+KIND: Final = "budgets"
 _VERSION: Final = 2
 MAX_PAST: Final = 512
 """Most removed caches whose options are remembered; the latest stay."""
@@ -144,11 +146,11 @@ class Account:
         times = {
             cache: f" idle for {timedelta(seconds=idle)}" for cache in largest if (idle := idle_s(cache)) is not None
         }
-        parts = [f"{cache} {_readable(self.given[cache])}{times.get(cache, '')}" for cache in largest]
+        parts = [f"{cache} {readable(self.given[cache])}{times.get(cache, '')}" for cache in largest]
         if len(parts) < len(self.given):
             parts.append(f"{len(self.given) - len(parts)} other caches")
-        free = f"{_exact(self.left)} of {_readable(self.size)} are free"
-        says = free if self.left else f"all {_readable(self.size)} are given out"
+        free = f"{_exact(self.left)} of {readable(self.size)} are free"
+        says = free if self.left else f"all {readable(self.size)} are given out"
         return f"{name}: {says}" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -229,7 +231,6 @@ class Budgets:
         self, spec: CacheSpec, asked: Mapping[Tier, TierBudget], own: str = ""
     ) -> dict[Tier, tuple[int, ...]]:
         """Slots for budgets; without budgets the default share of every tier, or the rest of the tier if that is less.
-        The bytes of the cache ``own`` count as free.
 
         Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT like
         :func:`slots_of`.
@@ -237,16 +238,16 @@ class Budgets:
         if not asked:
             return self._default_slots(spec)
         for tier, budget in asked.items():
-            if budget.nbytes > (left := self.left(tier, own)):
-                wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, left))
+            if budget.nbytes > self.left(tier, own):
+                wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier, own)))
                 raise BudgetExhausted(self._accounts[tier], f"{_exact(budget.nbytes)} were asked for", wanted, free)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
-    def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
+    def slots_of_stored(self, cache: StoredCache, had: Slots, sharing: int) -> dict[Tier, tuple[int, ...]]:
         """Slots of a stored cache: its disk slots, and up to its former slots of each memory tier.
 
         Args:
-            had: Its former slots; None if they are not remembered.
+            had: Its former slots; empty if they are not remembered.
             sharing: Caches, including this one, that still get slots.
 
         Raises:
@@ -261,7 +262,7 @@ class Budgets:
         slots = {Tier.DISK: on_disk}
         for tier in (Tier.DEVICE, Tier.HOST):
             left = self.left(tier)
-            share = share_of(spec, left // sharing) if had is None else had.get(tier, ())
+            share = had.get(tier, ()) if had else share_of(spec, left // sharing)
             if tier_bytes(spec, share) > left:
                 share = share_of(spec, left)
             if share:
@@ -269,23 +270,25 @@ class Budgets:
         return slots
 
     def _default_slots(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
-        """Default slots: at least a slot for each group in each tier with enough room."""
+        """Default slots: at least a slot for each group in each tier with enough room. Disk alone is refused if there
+        is a memory tier."""
         sizes = {tier: min(self.left(tier), nbytes) for tier, nbytes in self.wanted(spec, {}).items()}
         found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
-        if not found:
+        memory = self._accounts.keys() - {Tier.DISK}
+        if not found or (memory and memory.isdisjoint(found)):
             says = f"a slot of each window group takes {_exact(least_bytes(spec))}"
-            raise BudgetExhausted(self.accounts[0], says, len(spec.groups), 0)
+            raise BudgetExhausted(self._accounts[max(memory or self._accounts)], says, len(spec.groups), 0)
         return found
 
 
-def _readable(nbytes: int) -> str:
+def readable(nbytes: int) -> str:
     return ByteSize(nbytes).human_readable(separator=" ")
 
 
 def _exact(nbytes: int) -> str:
-    """Like :func:`_readable`, with the bytes if that rounds, so that different sizes read differently."""
+    """Like :func:`readable`, with the bytes if that rounds, so that different sizes read differently."""
     unit = 1 << (max(nbytes.bit_length(), 1) - 1) // 10 * 10
-    return _readable(nbytes) if nbytes * 10 % unit == 0 else f"{_readable(nbytes)} ({nbytes} bytes)"
+    return readable(nbytes) if nbytes * 10 % unit == 0 else f"{readable(nbytes)} ({nbytes} bytes)"
 
 
 def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
@@ -343,7 +346,7 @@ class _Content:
         with superblock.io_errors(f"cannot use {path}"):
             superblock.refuse_link(path)
         try:
-            content = superblock.read_superblock(path, _KIND)
+            content = superblock.read_superblock(path, KIND)
         except DamagedDirectory as error:
             superblock.set_aside(path)
             _log.warning(
@@ -380,11 +383,12 @@ class _Content:
         content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
         with superblock.io_errors(f"cannot write {path}"):
             superblock.make_private_directory(path)
-            superblock.write_superblock(path, _KIND, content | {"devices": self.devices, "gpus": self.gpus})
+            superblock.write_superblock(path, KIND, content | {"devices": self.devices, "gpus": self.gpus})
 
 
 class RememberedSlots:
-    """The slots and the device of all caches, in a file that is written whole or not at all. Blocks; for any thread.
+    """The promised slots and the device of all caches, in a file that is written whole or not at all. Blocks; for any
+    thread. A cache may have less than its promise after a start with smaller tiers: see ``service/promises.py``.
 
     The file also has the options of memory-only caches, even after their removal: after a restart, another client than
     the one that chose the options may open the cache. A stored cache has its options in its superblock. The file also
@@ -400,9 +404,9 @@ class RememberedSlots:
     def names(self) -> frozenset[str]:
         return frozenset(self._content.slots)
 
-    def get(self, name: str) -> dict[Tier, tuple[int, ...]] | None:
-        slots = self._content.slots.get(name)
-        return None if slots is None else {Tier[tier.upper()]: counts for tier, counts in slots.items()}
+    def get(self, name: str) -> dict[Tier, tuple[int, ...]]:
+        """The promised slots; empty for an unknown cache."""
+        return {Tier[tier.upper()]: counts for tier, counts in self._content.slots.get(name, {}).items()}
 
     @property
     def gpus(self) -> Mapping[str, str]:

@@ -175,16 +175,6 @@ class ServedCache:
         return CacheHeader.of(self.name, self.spec, self.options.event_hash)
 
 
-@dataclass(slots=True, frozen=True)
-class Opening:
-    """``created``: whether the call made the cache. ``kept``: why it does not get the asked budgets and write policy;
-    empty = it has them."""
-
-    cache: ServedCache
-    created: bool = False
-    kept: str = ""
-
-
 def prefix_of(name: str, fingerprint: bytes) -> str:
     return f"{name}/{fingerprint.hex()}"
 
@@ -215,10 +205,10 @@ def require_same_cache(cache: ServedCache, spec: CacheSpec, device: str) -> None
         raise bad_argument("device", device, limit, reason="DEVICE_MISMATCH")
 
 
-def require_same_budgets(cache: ServedCache, asked: Mapping[Tier, TierBudget]) -> None:
-    """Raises INVALID_ARGUMENT (BUDGET_MISMATCH) if the cache has other budgets."""
+def require_same_budgets(cache: ServedCache, asked: Mapping[Tier, TierBudget], promised: Slots) -> None:
+    """Raises INVALID_ARGUMENT (BUDGET_MISMATCH) if the cache neither has these budgets nor was promised them."""
     for tier, budget in asked.items():
         has = cache.slots.get(tier, ())
-        if slots_of(cache.spec, tier, budget) != has:
+        if slots_of(cache.spec, tier, budget) not in (has, promised.get(tier)):
             limit = f"{tier_bytes(cache.spec, has)} bytes, the budget of cache {cache.name}, or absent"
             raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")

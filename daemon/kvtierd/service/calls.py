@@ -379,7 +379,7 @@ class Dispatcher:
                     reply = counted_call.answered(await perform(counted_call, session, call.request))
                     return session_pb2.CallAnswer(number=call.number, body=reply.SerializeToString())
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                refusal = counted_call.refused(self._translate(error))
+                refusal = counted_call.refused(self._refusal(error, session))
                 return session_pb2.CallAnswer(number=call.number, status=refusal.code.value[0], body=refusal.status())
 
     def _stream(

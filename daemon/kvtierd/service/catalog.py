@@ -9,12 +9,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from itertools import count
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
@@ -24,12 +24,12 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
-from kvtierd.service.budgets import Account, Slots, TierBudget, slots_of, tier_bytes
+from kvtierd.service.budgets import Account, PastOptions, Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.cache import (
     CacheSettings,
-    Opening,
     Removal,
     ServedCache,
     Wanted,
@@ -42,12 +42,13 @@ from kvtierd.service.devices import Device
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.families import LastOpen, bytes_in, family_of, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
+from kvtierd.service.promises import NO_DISK, compared, told
 from kvtierd.service.recovery import NOBODY, OldLife
-from kvtierd.service.resizing import FormerLife, Resizing, held_slots, new_slots, require_growth, take_surplus
+from kvtierd.service.resizing import Resizing, compact, new_slots, save_surplus
 from kvtierd.service.sessions import ClientSession
-from kvtierd.service.uncancelled import to_the_end
 from kvtierd.state import Identity
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
+from kvtierd.tiers.memfd import require_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +56,33 @@ T = TypeVar("T")
 _MAX_NOTES: Final = 8
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Opening:
+    """``created``: whether the call made the cache. ``kept``: why it does not get the asked budgets and write policy;
+    empty = it has them."""
+
+    cache: ServedCache
+    created: bool = False
+    kept: str = ""
+
+
+def _to_the_end(
+    work: Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]]:
+    """Has a call go on if its caller is cancelled. The log then tells of a failure."""
+
+    @wraps(work)
+    async def call(catalog: Catalog, name: str, /, *args: P.args, **others: P.kwargs) -> T:
+        task = catalog._spawn(work(catalog, name, *args, **others), f"{work.__name__}-{name}")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_nobody_waits)
+            raise
+
+    return call
 
 
 class Catalog:
@@ -81,14 +109,16 @@ class Catalog:
         """Caches whose directories were missing at the start, until a cache of the name is removed."""
         self._unfinished: dict[str, Removal] = {}
         """Caches whose files could not be deleted, with the slots that go back to the budgets afterwards."""
+        self._unserved: dict[str, str] = {}
+        """Known caches for which there is no room at all, until they are opened again or removed."""
         self._noted: dict[tuple[CacheId, Tier], str] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         """Caches of an earlier daemon that are not read yet, with the locks of their names, which are held."""
         self._loaded: Final = asyncio.Event()
         self._loaded.set()
-        self._parts: dict[CacheId, Parts] = {}
         self._resized: dict[str, Resizing] = {}
         """The last resize of each cache: a client whose own session ended with it asks again."""
+        self._parts: dict[CacheId, Parts] = {}
         self._ids = count(1)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -132,8 +162,14 @@ class Catalog:
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
         left_out += [f"cache {name} has lost its blocks: {why}" for name, why in sorted(self._lost.items())]
         left_out += [f"cache {name} is still being read" for name in sorted(self._loading)]
-        noted = [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
+        left_out += [f"cache {name} is not served: {why}" for name, why in sorted(self._unserved.items())]
+        noted = [(c.name, said) for c in self for tier, has in self.compared(c).items() if (said := told(tier, *has))]
+        noted += [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
         return left_out + [f"cache {name}: {problem}" for name, problem in noted]
+
+    def compared(self, cache: ServedCache) -> dict[Tier, tuple[int, int]]:
+        """Bytes that a cache has, and was promised, by promised tier."""
+        return compared(cache.spec, self._stores.remembered.get(cache.name), cache.slots)
 
     def note(self, cache: ServedCache, tier: Tier, problem: str | None) -> None:
         """Sets the problem of a cache's tier for health; None = no problem."""
@@ -156,7 +192,7 @@ class Catalog:
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
 
-    @to_the_end
+    @_to_the_end
     async def open(
         self,
         name: str,
@@ -192,24 +228,24 @@ class Catalog:
                     home = self._stores.devices.for_new(device, asked)
                     await self._make_room(name, spec, home, asked, last_open)
                     slots = home.budgets.slots_for(spec, asked)
-                    plan = Plan(name, spec, slots, self._new_options(name, spec, named), home)
+                    had, options = self._stores.remembered.get(name), self._new_options(name, spec, named)
+                    owed = {tier: counts for tier, counts in had.items() if len(counts) == len(spec.groups)}
+                    plan = Plan(name, spec, slots, options, home, promised=owed | slots)
                     home.budgets.take(name, spec, slots)
                     cache = await self._make(plan)
                     self._note_opening(cache)
                     return Opening(cache, created=True)
         require_same_cache(cache, spec or cache.spec, device)
-        kept = ""
         if cache.options.resized:
-            differ = any(slots_of(cache.spec, tier, each) != cache.slots.get(tier) for tier, each in asked.items())
-            kept, asked = "an operator has resized it" if differ else "", {}
+            asked = {}
         if family_of(cache.spec) is None:
-            require_same_budgets(cache, asked)
+            require_same_budgets(cache, asked, self._stores.remembered.get(name))
             require_same(cache.options, named, name)
-            return Opening(cache, kept=kept)
+            lacks = (told(tier, *has) for tier, has in self.compared(cache).items() if tier in asked)
+            return Opening(cache, kept="; ".join(filter(None, lacks)))
         self._note_opening(cache)
         require_same(cache.options, {field: value for field, value in named.items() if field != "write_policy"}, name)
-        opening = await self._changed(cache, asked, replace(cache.options, **named), last_open)
-        return replace(opening, kept=opening.kept or kept)
+        return await self._changed(cache, asked, replace(cache.options, **named), last_open)
 
     async def _make_room(
         self, name: str, spec: CacheSpec, home: Device, asked: Mapping[Tier, TierBudget], last_open: LastOpen
@@ -274,21 +310,19 @@ class Catalog:
         return (await self._made_anew(cache, slots, options))[0]
 
     def _take_larger(self, cache: ServedCache, slots: Slots) -> None:
-        """Takes the larger of the present and the future budget of each tier."""
-        both = ((tier, (counts, cache.slots.get(tier, ()))) for tier, counts in slots.items())
-        larger = {tier: max(pair, key=partial(tier_bytes, cache.spec)) for tier, pair in both}
-        cache.device.budgets.take(cache.name, cache.spec, larger)
+        size, both = partial(tier_bytes, cache.spec), {tier: (slots[tier], cache.slots.get(tier, ())) for tier in slots}
+        cache.device.budgets.take(cache.name, cache.spec, {tier: max(pair, key=size) for tier, pair in both.items()})
 
     async def _made_anew(
-        self, cache: ServedCache, slots: Slots, options: CacheSettings, former: FormerLife | None = None
+        self, cache: ServedCache, slots: Slots, options: CacheSettings, former: CacheRuntime | None = None
     ) -> tuple[ServedCache, TierError | None]:
-        """Makes a dismantled cache with other slots or options, or as it was; the error says why. Raises
-        :class:`TierIOError` if both fail."""
-        name, spec, budgets = cache.name, cache.spec, cache.device.budgets
+        """Makes a dismantled cache with other slots or options, or as it was; then the error says why."""
+        name, spec, budgets, had = cache.name, cache.spec, cache.device.budgets, self._stores.remembered.get(cache.name)
         stored, fault = Tier.DISK in cache.slots, None
         for now, its_options in ((slots, options), (cache.slots, cache.options)):
-            left = None if former is None or former.arena.spent else former
-            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True, former=left)
+            owed = had | dict(now.items() - cache.slots.items())  # tiers whose slots stay keep their promise
+            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True, promised=owed)
+            plan = replace(plan, former=former)
             budgets.take(name, spec, now)
             try:
                 return await self._make(plan), fault
@@ -300,7 +334,7 @@ class Catalog:
 
     def _note_opening(self, cache: ServedCache) -> None:
         if (disk := self._stores.disk) is not None and family_of(cache.spec) is not None:
-            self.spawn(asyncio.to_thread(disk.note_opening, cache.name), f"note-{cache.name}")
+            self._spawn(asyncio.to_thread(disk.note_opening, cache.name), f"note-{cache.name}")
 
     def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheSettings:
         """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
@@ -319,7 +353,7 @@ class Catalog:
             message = f"cache {name} is left out: {self._left_out[name]}"
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
 
-    @to_the_end
+    @_to_the_end
     async def remove(
         self,
         name: str,
@@ -339,10 +373,10 @@ class Catalog:
             if cache is not None:
                 check(cache)
                 removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots, cache.device)
-            elif name not in self._left_out:
+            elif (why := self._left_out.get(name, self._unserved.get(name))) is None:
                 raise unknown("name", name)
             elif not force:
-                message = f"cache {name} is left out: {self._left_out[name]}; only force removes it"
+                message = f"cache {name} is left out: {why}; only force removes it"
                 raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
             else:
                 removal = self._unfinished.get(name, Removal(0, None, {}, None))
@@ -353,49 +387,46 @@ class Catalog:
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
             if cause is Cause.EXPLICIT:
-                only = None if removal.spec is None else prefix_of(name, removal.spec.fingerprint())
-                await self._stores.forgotten.forget_all(name, only)
+                await self._forget(name, removal.spec)
             del self._left_out[name], self._unfinished[name]
             self._lost.pop(name, None)
+            self._unserved.pop(name, None)
             if removal.spec is not None and removal.device is not None:
                 removal.device.budgets.give_back(name, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
         return removal
 
-    @to_the_end
+    @_to_the_end
     async def resize(
         self, name: str, asked: Mapping[Tier, TierBudget], end_sessions: Callable[[ServedCache], None]
     ) -> Resizing:
         """Gives a cache other budgets, or answers with the last resize: see ``service/resizing.py``.
 
-        Raises CallRefused, :class:`TicketRefused`, :class:`TierError`; the cache then keeps its budgets.
+        Raises CallRefused, :class:`TierError`; the cache then keeps its budgets.
         """
         async with self._lock_of(name):
             self._require_whole(name)
             if (cache := self._by_name.get(name)) is None:
                 raise unknown("name", name)
-            slots = new_slots(cache, asked)
+            promised, spec = self._stores.remembered.get(name), cache.spec
+            slots = new_slots(cache, asked, promised)
             if slots == cache.slots:
+                settled = promised | {tier: slots[tier] for tier in asked}
+                past = None if Tier.DISK in slots else PastOptions(spec.fingerprint().hex(), cache.options.to_stored())
+                await asyncio.to_thread(self._stores.remembered.put, name, settled, past, cache.device.id)
                 return self._resized.get(name, Resizing())
-            await asyncio.to_thread(require_growth, cache, slots)
+            fresh = sum(tier_bytes(spec, counts) for tier, counts in slots.items() if tier is not Tier.DISK)
+            await asyncio.to_thread(require_memory, f"cache {name}", fresh)
             began, before = time.monotonic_ns(), cache.runtime.manager.stats().blocks
             self._take_larger(cache, slots)
-            with self._engine.resizing(cache.id):
-                try:
-                    await take_surplus(self._engine, cache, slots)
-                except BaseException:
-                    cache.device.budgets.take(name, cache.spec, cache.slots)
-                    raise
-                stalled, held = time.monotonic_ns(), held_slots(cache.runtime.manager)
-                end_sessions(cache)
-                parts = await self._withdraw(cache, Cause.EXPLICIT)
-                await self._engine.end_threads(cache.id)
-            former = await asyncio.to_thread(FormerLife.of, cache.runtime.manager, parts.arena, held)
+            await save_surplus(self._engine, cache, slots)
+            stalled = time.monotonic_ns()
+            end_sessions(cache)
+            parts = await self._withdraw(cache, Cause.EXPLICIT)
             if parts.disk is not None:
-                await asyncio.to_thread(former.compact, parts.disk, slots, cache.spec)
+                await asyncio.to_thread(compact, cache.runtime, parts.disk, slots)
                 await asyncio.to_thread(parts.disk.close)
-            made, fault = await self._made_anew(cache, slots, replace(cache.options, resized=True), former)
-            former.pin(self._engine, made.id)
+            made, fault = await self._made_anew(cache, slots, replace(cache.options, resized=True), cache.runtime)
             now = time.monotonic_ns()
             await self._release(cache, parts)
             if fault is not None:
@@ -405,19 +436,27 @@ class Catalog:
         _log.info("cache resized name=%s stalled_ns=%d evicted=%d", name, done.stalled_ns, evicted)
         return done
 
+    async def _forget(self, name: str, spec: CacheSpec | None) -> None:
+        """Forgets the cache's blocks, so that a new cache of the name gets none of them. ``spec``: None = unknown, all
+        caches of the name."""
+        forgotten = self._stores.forgotten
+        known = [prefix for prefix in forgotten.prefixes if prefix.startswith(f"{name}/")]
+        for prefix in known if spec is None else [prefix_of(name, spec.fingerprint())]:
+            async with forgotten.change(prefix) as before:
+                forgotten.set(prefix, before.after_reset())
+                forgotten.keep(prefix, ())
+
     async def _dismantle(self, cache: ServedCache, cause: Cause) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
-        parts = await self._withdraw(cache, cause)
-        self._stores.keeper.forget(cache.name)
-        await self._release(cache, parts)
+        await self._release(cache, await self._withdraw(cache, cause))
 
     async def _withdraw(self, cache: ServedCache, cause: Cause) -> Parts:
-        """Takes an open cache out of service and ends its moves."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
         await self._engine.remove_cache(cache.id)
         for group in range(len(cache.spec.groups)):
             self._engine.announce_gone(cache.id, GroupId(group), cause)
+        self._stores.keeper.forget(cache.name)
         for tier in Tier:
             self.note(cache, tier, None)
         return self._parts.pop(cache.id)
@@ -445,16 +484,20 @@ class Catalog:
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []
-        if disk is not None:
-            self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
-        self._lost = self._missing(names)
+        on_disk = {name for name in remembered.names if Tier.DISK in remembered.get(name)}
+        if disk is None:
+            self._unserved = dict.fromkeys(on_disk, NO_DISK)
+        else:
+            self._left_out = await asyncio.to_thread(disk.damaged)
+            gone = on_disk.difference(names, self._left_out, disk.taken_away)
+            self._lost = {name: f"{disk.directory_of(name)} was missing at the start" for name in gone}
         abouts = await asyncio.to_thread(self._stores.keeper.abouts)
         others = names | set(self._left_out)
         kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
         self._announce_gone({name: remembered.groups(name) for name in remembered.names - names - set(kept)})
         await asyncio.to_thread(remembered.forget_gone, others if disk is not None else None, kept)
-        unclean, devices = self._identity.unclean, self._stores.devices
+        devices, made = self._stores.devices, partial(Plan, unclean=self._identity.unclean, old=old)
         plans = []
 
         def moves(name: str) -> bool:
@@ -471,38 +514,25 @@ class Catalog:
                 try:
                     options = CacheSettings.from_stored(cache.options)
                 except (TypeError, ValueError) as error:
-                    key = f"options of the stored cache {cache.name}"
-                    raise TierConfigError(key, dict(cache.options), str(error)) from error
-                plans.append(
-                    Plan(cache.name, cache.spec, slots, options, device, stored=True, unclean=unclean, old=old)
-                )
+                    raise TierConfigError(f"options of cache {cache.name}", dict(cache.options), str(error)) from error
+                plans.append(made(cache.name, cache.spec, slots, options, device, stored=True))
             for name, about in kept.items():
                 if moves(name) is not moving:
                     continue
                 device = devices.for_known(remembered.device(name))
                 wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
-                left = {tier: device.budgets.left(tier) for tier in wanted}
-                if any(wanted[tier] > left[tier] for tier in wanted):
-                    sizes = ",".join(f"{tier}:{wanted[tier]}/{left[tier]}" for tier in sorted(wanted))
-                    _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
+                lacking = [tier for tier in sorted(wanted) if wanted[tier] > device.budgets.left(tier)]
+                if lacking:
+                    self._unserved[name] = f"{told(lacking[0], 0, wanted[lacking[0]])}; its blocks in memory are lost"
                     self._announce_gone({name: len(about.spec.groups)})
                     continue
                 device.budgets.take(name, about.spec, about.slots)
-                plans.append(Plan(name, about.spec, about.slots, about.options, device, unclean=unclean, old=old))
+                plans.append(made(name, about.spec, about.slots, about.options, device))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
             await self._loading[plan.name].acquire()
             self._loaded.clear()
         return plans
-
-    def _missing(self, stored: Collection[str]) -> dict[str, str]:
-        """The caches that had disk slots and have no directory now. ``stored``: caches with sound directories."""
-        disk, remembered = self._stores.disk, self._stores.remembered
-        if disk is None:
-            return {}
-        known = [name for name in remembered.names if Tier.DISK in (remembered.get(name) or {})]
-        gone = set(known).difference(stored, self._left_out, disk.taken_away)
-        return {name: f"{disk.directory_of(name)} was missing at the start" for name in gone}
 
     async def load(self, plans: Sequence[Plan]) -> None:
         """Opens the planned caches in order, while the loop serves calls."""
@@ -571,7 +601,7 @@ class Catalog:
             raise
         if Tier.DEVICE in plan.slots and (lost := parts.lost or plan.device.lost) is not None:
             await self.lose_device(cache, lost)  # its first slice runs before any other call
-        self.spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
+        self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:
             parts.cuda.locks.start(None)  # needs no mapping: Parts.close keeps locked memory
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
@@ -587,14 +617,23 @@ class Catalog:
         if not plan.stored and not plan.restarted:
             self._stores.forgotten.begin(cache.prefix)
         self._headers[cache_id] = cache.header
+        self._unserved.pop(plan.name, None)
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache
         self._parts[cache_id] = parts
         return cache
 
-    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _nobody_waits(task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, CallRefused | TierError | MoverError):
+        _log.error("a task without a caller failed by a bug: %s", task.get_name(), exc_info=error)
+    elif error is not None:
+        _log.warning("a task without a caller failed: %s: %s", task.get_name(), error)

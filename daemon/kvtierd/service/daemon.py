@@ -22,7 +22,7 @@ from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.assembly import Stores, described, open_devices, open_gpus
 from kvtierd.service.attach import AttachServer, DaemonIdentity
-from kvtierd.service.budgets import RememberedSlots, require_possible
+from kvtierd.service.budgets import CACHES, RememberedSlots, require_possible
 from kvtierd.service.cache import CacheSettings
 from kvtierd.service.call_counts import CallCounts
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from kvtierd.service.spans import Spans
 
 
-CACHES: Final = "caches"
-"""The directory below the state directory that has the budgets of caches."""
 FORGOTTEN: Final = "forgotten"
 """The directory below the state directory that tells when caches forgot their blocks."""
 
@@ -412,7 +410,8 @@ class Daemon:
         tls = self._config.peer_tls
         files = None if tls is None else (tls.cert, tls.key, tls.client_ca)
         addresses = [peer.address for peer in self._config.peers]
-        return Fleet(addresses, files, self._fingerprints, self._identity.history)
+        history = self._identity.history
+        return Fleet(addresses, files, lambda: {each.name: each.fingerprint for each in self._catalog}, history)
 
     def _made_remote(self, store: RemoteStore | None) -> RemoteTier | None:
         peers: dict[str, RemoteStore] = {}
@@ -427,9 +426,6 @@ class Daemon:
             *(self._engine, self._hub, self._catalog, self._config.remote, store, peers, generations),
             self._directories.forgotten,
         )
-
-    def _fingerprints(self) -> dict[str, bytes]:
-        return {cache.name: cache.fingerprint for cache in self._catalog}
 
     def reload(self, fresh: Config) -> None:
         """Takes over the changed keys in :data:`LIVE`. Other changed keys become :attr:`config_problems`."""
@@ -453,7 +449,8 @@ def _made_spans(endpoint: str) -> Spans:
     try:  # a daemon without traces does not wait for this import at its start
         from kvtierd.service.spans import Spans
     except ModuleNotFoundError as missing:
-        raise TierConfigError("traces", endpoint, f"needs pip install 'kvtier[otel]' ({missing})") from missing
+        needs = f"needs pip install '.[otel]' in a clone of kvtier ({missing})"
+        raise TierConfigError("traces", endpoint, needs) from missing
     return Spans(endpoint)
 
 

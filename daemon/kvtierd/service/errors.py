@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import status_pb2
 
-from kvtier.abi.spec import FieldError
+from kvtier.abi.spec import InvalidArgument
 from kvtier.v1 import common_pb2
 from kvtierd.core.errors import BadArgument, ForeignLease, ResetRefused, TierOutOfService, UnknownGroup, UnknownLease
 from kvtierd.core.ids import SessionId
@@ -29,7 +29,6 @@ from kvtierd.tiers.base import TierConfigError, TierError
 from kvtierd.tiers.remote.base import RemoteError, RemoteRefused
 
 STATUS_KEY: Final = "grpc-status-details-bin"
-
 
 MAX_SHOWN: Final = 80
 MAX_HOLDERS: Final = 16
@@ -113,7 +112,7 @@ class Translator:
         self._table: Mapping[type[Exception], Callable[[Any], CallRefused]] = {
             CallRefused: lambda error: error,
             BadArgument: lambda error: bad_argument(error.field, error.value, error.limit),
-            FieldError: lambda error: bad_argument(error.field, error.value, error.limit),
+            InvalidArgument: lambda error: bad_argument(error.field, error.value, error.limit),
             TierConfigError: lambda error: refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_MEMORY", str(error)),
             UnknownGroup: lambda error: bad_argument("group", error.group, "a window group of the cache"),
             UnknownLease: lambda error: refused(grpc.StatusCode.NOT_FOUND, "UNKNOWN_LEASE", str(error)),

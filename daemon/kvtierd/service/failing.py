@@ -80,7 +80,10 @@ class FailingDisks:
         return not late
 
     async def _keep_looking(self) -> None:
-        while not await self._stops_within(min(LOOK_S, self._grace_s / 4)):
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), min(LOOK_S, self._grace_s / 4))
+                return
             caches = [cache for cache in self._catalog if Tier.DISK in cache.slots]
             self._health = {cache.id: self._health.get(cache.id, _Health()) for cache in caches}
             for cache in caches:
@@ -90,13 +93,6 @@ class FailingDisks:
                     _log.info("disk not looked at name=%s why=%r", cache.name, str(error))
                 except Exception:  # noqa: BLE001  our bug; other disks are still looked at
                     _log.exception("disk not looked at name=%s", cache.name)
-
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._stopping.wait()
-        except TimeoutError:
-            return False
 
     async def _look_at(self, cache: ServedCache, health: _Health) -> None:
         health.note(*carried(cache.runtime.manager.windows.values(), Tier.DISK))

@@ -185,15 +185,6 @@ class Forgotten:
         """Sets the past. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), past=past)
 
-    async def forget_all(self, name: str, only: str | None) -> None:
-        """Forgets the blocks of a removed cache, so that a new cache of the name gets none of them. ``only``: of this
-        prefix; None = of all caches of the name."""
-        known = [prefix for prefix in self.prefixes if prefix.startswith(f"{name}/")]
-        for prefix in known if only is None else [only]:
-            async with self.change(prefix) as before:
-                self.set(prefix, before.after_reset())
-                self.keep(prefix, ())
-
     def keep(self, prefix: str, places: Iterable[BlockPlace], *, due: bool = False) -> None:
         """Sets the forgotten blocks that are still here: see :class:`PastRecord`. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places), due=due)

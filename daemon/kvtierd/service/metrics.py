@@ -69,6 +69,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Bytes by state, given to caches or left, which sum to the size",
         ("tier", "device", "state"),
     ),
+    "kvtier_missing_bytes": ("Bytes that a cache was promised and a smaller tier lacks", ("cache", "tier")),
     "kvtier_slots": ("Slots by state, which sum to the capacity", (*_PLACE, "state")),
     "kvtier_held_slots": ("Slots under a lease or pinned", _PLACE),
     "kvtier_slot_bytes": ("Size of a slot, the same in every tier", _GROUP),
@@ -314,6 +315,8 @@ class Metrics(Collector):
         if ask.remote is not None:
             yield from _of_remote(ask.remote)
         for cache in ask.catalog:
+            for tier, (has, promised) in ask.catalog.compared(cache).items():
+                yield "kvtier_missing_bytes", (cache.name, str(tier)), max(0, promised - has)
             yield from _of_cache(cache, ask.engine.manager(cache.id).stats())
 
 

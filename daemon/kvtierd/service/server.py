@@ -147,8 +147,8 @@ class Health:
         for cache in caches:
             for (src, dst), record in sorted(self._engine.manager(cache.id).stats().edges.items()):
                 if (left := (record.degraded_until - now) / 1e9) > 0:
-                    again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
-                    yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
+                    why = f"{record.failures} blocks could not be moved; next try in {left:.1f} s"
+                    yield f"cache {cache.name}: {src}>{dst} is not in use: {why}"
 
     def _pageable(self, caches: Iterable[ServedCache]) -> Iterator[str]:
         for cache in caches:

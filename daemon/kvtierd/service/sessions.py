@@ -191,6 +191,8 @@ class SessionRegistry:
     _began: float = field(default_factory=time.monotonic, init=False)
     left: dict[CacheId, float] = field(default_factory=dict, init=False)
     """When a session last closed the cache, or ended with it."""
+    users: dict[CacheId, Identity] = field(default_factory=dict, init=False)
+    """Who opened the cache last."""
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -36,26 +36,21 @@ def cache_name(value: str, field: str = "name") -> str:
     return value
 
 
-def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
-    """The packed keys as a list, all different. The list may be empty: a prompt may be shorter than a block."""
+def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, least: int = 1) -> list[Key]:
+    """The packed keys as a list, all different. No keys are refused: the client may have misnamed the field."""
     if len(packed) % KEY_BYTES:
         raise bad_argument(field, f"{len(packed)} bytes", f"keys of {KEY_BYTES} bytes")
     count = len(packed) // KEY_BYTES
+    if count < least:
+        raise bad_argument(field, "no keys", f"keys of {KEY_BYTES} bytes, at least one")
     if count > max_keys:
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
     listed = _split(packed)
     if len(set(listed)) < len(listed):
-        _refuse_first_repeated(field, listed)
+        first = {key: index for index, key in reversed([*enumerate(listed)])}
+        index, key = next((index, key) for index, key in enumerate(listed) if first[key] < index)
+        raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first[key]}]")
     return listed
-
-
-def _refuse_first_repeated(field: str, values: list[Key]) -> NoReturn:
-    seen: dict[Key, int] = {}
-    for index, key in enumerate(values):
-        first = seen.setdefault(key, index)
-        if first != index:
-            raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first}]")
-    raise AssertionError("no value is repeated")
 
 
 def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
@@ -101,9 +96,7 @@ def tier(field: str, value: int, allowed: Collection[Tier]) -> Tier:
     """The tier of ``value``. ``allowed``: the tiers that the cache has and the verb can use."""
     found = TIER_FROM_WIRE.get(value)
     if found is None or found not in allowed:
-        names = (
-            " or ".join(str(each) for each in sorted(allowed)) or "a tier that the cache has; it has none for this call"
-        )
+        names = " or ".join(map(str, sorted(allowed))) or "a tier that the cache has; it has none for this call"
         raise bad_argument(field, str(found) if found is not None else _tier_name(value), names)
     return found
 
@@ -136,7 +129,7 @@ def heartbeat_s(field: str, value_ns: int, default_s: float) -> float:
 
 def commit_items(cache: ServedCache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
     """The blocks that a commit stores in ``slots``. Raises INVALID_ARGUMENT."""
-    listed = keys("keys", request.keys)
+    listed = keys("keys", request.keys, least=not request.release)
     number = len(listed)
     if len(slots) != number:
         raise bad_argument("slots", f"{len(slots)} slots", f"{number} slots, one a key")

@@ -16,7 +16,6 @@ _RECENT: Final = 16
 _SLACK: Final = 8
 """Most recent requests above the least loaded host's with which a host is chosen for its prefix."""
 
-
 Choose = Callable[[int, Sequence[int], Sequence[int]], int]
 """Returns the host of the n-th request, from each host's known prefix and recent requests."""
 

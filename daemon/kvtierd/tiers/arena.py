@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 
-from kvtier.abi import attach, memory
+from kvtier.abi import attach
 from kvtier.abi.control import (
     INDEX_SEED_BYTES,
     SLOT_RECORD_BYTES,
@@ -41,10 +40,6 @@ from kvtierd.tiers.memfd import Memfd, require_memory
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
 """Names of data segments in shared memory."""
 _INDEXED_AT_ONCE: Final = 4096
-_MOVED_AT_ONCE: Final = 4 << 20
-SlotMoves = Mapping[tuple[Tier, GroupId], Mapping[SlotId, SlotId]]
-"""The new slot of each slot that moves."""
-HeldSlots = Mapping[tuple[Tier, GroupId], Collection[SlotId]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,8 +66,6 @@ class Arena:
     ) -> None:
         """``epoch``: of the events of this life. ``gpu_memory``: of the device tier, if ``data`` has none."""
         self.layout = layout
-        self.spent = False
-        """Whether :meth:`resized` has taken the bytes."""
         self.keeps_records = False
         """Whether a restarted daemon may find the segments again, so that slots are recorded."""
         self.index = KeyIndex(layout, control.array, epoch) if layout.index_bytes else None
@@ -129,7 +122,8 @@ class Arena:
         """
         wanted = _memfd_bytes(layout, gpu_memory)
         if set(fds) != set(wanted):
-            raise NotAdoptable(f"segments {', '.join(sorted(fds))}, not {', '.join(sorted(wanted))}")
+            lost = " and ".join(sorted(fds.keys() - wanted.keys()))
+            raise NotAdoptable(f"no room for its {lost} tier any more" if lost else "a part was not kept")
         adopted: dict[str, Memfd] = {}
         try:
             for segment, size in wanted.items():
@@ -143,49 +137,6 @@ class Arena:
         if gpu_memory is not None and gpu_memory.fresh:
             arena._void(Tier.DEVICE)
         return arena
-
-    def resized(
-        self, name: str, layout: ArenaLayout, identity: ArenaIdentity, moves: SlotMoves, held: HeldSlots
-    ) -> Self:
-        """Fresh segments of another layout, with the bytes of the moved slots. Every generation there is odd and above
-        this arena's. This arena loses all slots but ``held``, whose bytes leases may still read. Blocks; no other
-        thread may use this arena. Needs the memory of one allocation step beside the growth.
-
-        Raises :class:`TierConfigError` if memory is short; the bytes are then lost.
-        """
-        self.spent = True
-        highest = [int(words.max()) for words in self._generations.values()]
-        for place, words in self._generations.items():
-            words[np.setdiff1d(np.flatnonzero(words % 2 == 0), [*held.get(place, ())])] += np.uint64(1)
-        with ExitStack() as undo:
-            made: dict[str, Memfd] = {}
-            for segment, size in _memfd_bytes(layout, None).items():
-                tier = next((tier for tier, of in SEGMENT_NAMES.items() if of == segment), None)
-                fill = None if tier is None else self._filling(tier, layout, moves, held)
-                made[segment] = Memfd.create(f"kvtier:{name}:{segment}", size, fill)
-                undo.callback(made[segment].close)
-            undo.pop_all()
-        layout.initialise(made[attach.CONTROL].array, identity, secrets.token_bytes(INDEX_SEED_BYTES))
-        arena = type(self)(layout, made[attach.CONTROL], _by_tier(made), identity.epoch)
-        for words in arena._generations.values():
-            words.fill((max(highest) | 1) + 2)
-        return arena
-
-    def _filling(
-        self, tier: Tier, layout: ArenaLayout, moves: SlotMoves, held: HeldSlots
-    ) -> Callable[[Bytes, int], None]:
-        """Copies the moved slots of a tier that end before a place, once each, and frees their memory here."""
-        runs, former = deque(_runs(tier, self.layout, layout, moves, held)), self._data[tier].array
-
-        def fill(fresh: Bytes, end: int) -> None:
-            while runs and runs[0].to + runs[0].nbytes <= end:
-                to, start, nbytes, kept = runs.popleft()
-                bytes_here = former[start : start + nbytes]
-                fresh[to : to + nbytes] = bytes_here
-                if not kept:
-                    memory.give_back(bytes_here)
-
-        return fill
 
     def _void(self, tier: Tier) -> None:
         """Makes every generation of a tier odd and every slot unleased."""
@@ -203,11 +154,6 @@ class Arena:
         if self.gpu_memory is not None and self.gpu_memory.fd is not None:
             named[attach.CUDA] = self.gpu_memory.fd
         return named
-
-    @property
-    def control(self) -> Bytes:
-        """The whole control segment, writable."""
-        return self._control.array
 
     def data(self, tier: Tier) -> Bytes:
         """A tier's whole data segment, writable. Raises KeyError for a tier on a GPU."""
@@ -321,6 +267,18 @@ class Arena:
         generations = self._generation_words[tier, group]
         return {key: (slot, generations[slot]) for key, slot in slots.items()}
 
+    def outlive(self, former: Arena) -> None:
+        """Sets the generations of fresh segments above the former segments', so that no reader mistakes a slot."""
+        highest = max((int(words.max()) for words in former._generations.values() if len(words)), default=0)
+        for words in self._generations.values():
+            words.fill((highest | 1) + 2)
+
+    def copy_slot(self, tier: Tier, group: GroupId, slot: SlotId, former: Arena, old: SlotId) -> None:
+        """Copies the bytes of a slot of another layout."""
+        for pool in range(len(self.layout.groups[group].pools)):
+            into = self.layout.pool_view(self.data(tier), tier, group, pool, padding=True)
+            into[slot] = former.layout.pool_view(former.data(tier), tier, group, pool, padding=True)[old]
+
     def set_state(self, state: ArenaState) -> None:
         write_state(self._control.array, state)
 
@@ -359,46 +317,6 @@ class Arena:
             memfd.close()
         if self.gpu_memory is not None:
             self.gpu_memory.close()
-
-
-class _Run(NamedTuple):
-    """Adjacent bytes that move together, in both segments. ``held``: the former segment keeps them, too."""
-
-    to: int
-    start: int
-    nbytes: int
-    held: bool
-
-
-def _runs(tier: Tier, former: ArenaLayout, layout: ArenaLayout, moves: SlotMoves, held: HeldSlots) -> list[_Run]:
-    """The moves of a tier's slots, by their place in the new layout."""
-    merged: list[_Run] = []
-    single = (
-        _Run(to + new * stride, start + old * stride, stride, old in held.get((of, group), ()))
-        for (of, group), slots in moves.items()
-        if of is tier
-        for (start, stride), (to, _) in zip(_regions(former, tier, group), _regions(layout, tier, group), strict=True)
-        for old, new in slots.items()
-    )
-    for run in sorted(single):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.nbytes < _MOVED_AT_ONCE
-            and (last.to + last.nbytes, last.start + last.nbytes, last.held) == (run.to, run.start, run.held)
-        ):
-            merged[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
-        else:
-            merged.append(run)
-    return merged
-
-
-def _regions(layout: ArenaLayout, tier: Tier, group: GroupId) -> list[tuple[int, int]]:
-    """Start and stride of the slots in a tier's segment: of whole records, or of each pool."""
-    of = layout.groups[group]
-    if tier is Tier.HOST:
-        return [(of.host_offset, of.record_bytes)]
-    return [(pool.device_offset, pool.padded_bytes) for pool in of.pools]
 
 
 def _memfd_bytes(layout: ArenaLayout, gpu_memory: CudaSegment | NoSegment | None) -> dict[str, int]:

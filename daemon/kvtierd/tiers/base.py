@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.ids import GroupId, SlotId
 
 Bytes = NDArray[np.uint8]
 """A view of raw bytes."""
@@ -24,9 +24,6 @@ class MemoryStore(Protocol):
     A slot holds one block: a part in each pool of its window group. Views stay valid while they are referenced, even
     after :meth:`close`. Every method raises IndexError for a slot that does not exist.
     """
-
-    @property
-    def tier(self) -> Tier: ...
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
         """The exact bytes of a slot: a 1-D array per pool, without padding."""
@@ -43,9 +40,6 @@ class MemoryStore(Protocol):
         """The exact bytes of all slots in one pool. Returns [slots, bytes]. A single copy can move the rows of
         consecutive slots."""
 
-    def poison(self, group: GroupId, slot: SlotId) -> None:
-        """Overwrites the first and last 4096 bytes of each part, so that a late reader gets wrong bytes."""
-
     def close(self) -> None:
         """Releases the memory. No call may follow."""
 
@@ -55,10 +49,10 @@ class TierError(Exception):
 
 
 class TierConfigError(TierError):
-    """The configuration, or a request, asks for something impossible."""
+    """The configuration, or a request, asks for something impossible. ``field``: "" = ``limit`` is the message."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} = {value}: {limit}")
+        super().__init__(f"{field} = {value}: {limit}" if field else limit)
         self.field = field
         self.value = value
         self.limit = limit
@@ -102,7 +96,6 @@ class ForeignDirectory(TierError):
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path}: {message}")
-        self.path = path
 
 
 class DamagedDirectory(TierError):
@@ -110,7 +103,6 @@ class DamagedDirectory(TierError):
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
-        self.path = path
         self.why = why
 
 
@@ -119,5 +111,4 @@ class LockedDirectory(TierError):
 
     def __init__(self, path: Path, pid: int) -> None:
         super().__init__(f"{path}: in use by process {pid or 'unknown'}")
-        self.path = path
         self.pid = pid

@@ -47,7 +47,6 @@ Homes = tuple[int, int, int]
 """First bucket, second bucket and tag of a key."""
 BucketPlace = tuple[int, int]
 
-
 At = tuple[SlotId, int]
 NOWHERE: Final[Mapping[Key, At]] = MappingProxyType({})
 

@@ -42,7 +42,6 @@ class MappedStore:
     """
 
     def __init__(self, arena: Arena, tier: Tier) -> None:
-        self.tier: Final = tier
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
         self._padded: list[list[_Stretches]] = []
@@ -73,10 +72,6 @@ class MappedStore:
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
         return self._exact[group][pool]
-
-    def poison(self, group: GroupId, slot: SlotId) -> None:
-        for part in self.parts(group, slot):
-            part[:POISONED] = part[-POISONED:] = POISON
 
     def close(self) -> None:
         self._exact.clear()
@@ -109,3 +104,8 @@ class StandInDevice(MappedStore):
     def __init__(self, arena: Arena, chaos: Chaos | None = None) -> None:
         super().__init__(arena, Tier.DEVICE)
         self.chaos: Final = chaos
+
+    def poison(self, group: GroupId, slot: SlotId) -> None:
+        """Overwrites the first and last 4096 bytes of each part, so that a late reader gets wrong bytes."""
+        for part in self.parts(group, slot):
+            part[:POISONED] = part[-POISONED:] = POISON

@@ -13,7 +13,7 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +30,7 @@ from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError, TierIOError
 # and lock a restarted daemon out of its own memory.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Most bytes of one allocation: a signal makes the kernel undo the call and Python repeat it.
-ALLOCATION_STEP: Final = 256 << 20
+_ALLOCATION_STEP: Final = 256 << 20
 _PREFERRED: Final = 1
 _POLICY_CALLS: Final = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine)
 """Numbers of the system calls set_mempolicy and get_mempolicy, which the C library does not have."""
@@ -49,23 +49,19 @@ class Memfd:
         self.array = array
 
     @classmethod
-    def create(cls, name: str, size: int, fill: Callable[[Bytes, int], None] | None = None) -> Self:
+    def create(cls, name: str, size: int) -> Self:
         """A zeroed segment of ``size`` bytes. ``name``: its name in /proc/<pid>/maps.
 
-        ``fill``: fills the segment up to a place, after each step of the allocation, and may free as much memory
-        elsewhere. Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` if memory is short,
+        Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` if memory is short,
         :class:`TierIOError` at a limit of this process.
         """
-        if fill is None:
-            require_memory(name, size)
+        require_memory(name, size)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             array = memory.mapped(fd, size, write=True)
-            for start in range(0, size, ALLOCATION_STEP):
-                memory.allocate(fd, array[start : start + ALLOCATION_STEP], start)
-                if fill is not None:
-                    fill(array, min(start + ALLOCATION_STEP, size))
+            for start in range(0, size, _ALLOCATION_STEP):
+                memory.allocate(fd, array[start : start + _ALLOCATION_STEP], start)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             # Before any descriptor is sent: with the initial mode, another uid could re-open a read-only one writable.
             os.fchmod(fd, 0o400)

@@ -133,7 +133,6 @@ def test_v1_mixes_in_items_and_extra_ids_as_documented():
         (V1_BLOCK_KEY, Scope(salt="x"), None, None, "salt_id"),
         (V1_BLOCK_KEY, Scope(), None, 5, "salt_id"),
         (V1_BLOCK_KEY, Scope(salt="x"), None, 2**64, "salt_id"),
-        (V1_BLOCK_KEY, Scope(lora_id=-1), None, None, "scope.lora_id"),
         (V1_BLOCK_KEY, Scope(), [1], None, "extra_ids"),
         (V2_SHA256, Scope(), [0] * 8, None, "extra_ids"),
         (V2_SHA256_64, IMAGE, None, None, "vocab_size"),

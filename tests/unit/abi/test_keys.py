@@ -197,18 +197,21 @@ def test_bad_tokens_per_block(step):
 @pytest.mark.parametrize(
     ("scope", "field"),
     [
-        (Scope(lora_id=-1), "scope.lora_id"),
-        (Scope(lora_id=2**64), "scope.lora_id"),
-        (Scope(salt="\ud800"), "scope.salt"),
-        (Scope(multimodal=(MultimodalItem(b"cat", 0, 1),)), "scope.multimodal[0].digest"),
-        (Scope(multimodal=(MultimodalItem(CAT, -1, 1),)), "scope.multimodal[0].first_token"),
-        (Scope(multimodal=(MultimodalItem(CAT, 0, 0),)), "scope.multimodal[0].tokens"),
-        (Scope(multimodal=(MultimodalItem(CAT, 0, 3), MultimodalItem(DOG, 2, 3))), "scope.multimodal[1].first_token"),
+        ({"lora_id": -1}, "scope.lora_id"),
+        ({"lora_id": 2**64}, "scope.lora_id"),
+        ({"lora_id": "tenant-a"}, "scope.lora_id"),
+        ({"salt": b"tenant-a"}, "scope.salt"),
+        ({"multimodal": (5,)}, "scope.multimodal"),
+        ({"salt": "\ud800"}, "scope.salt"),
+        ({"multimodal": (MultimodalItem(b"cat", 0, 1),)}, "scope.multimodal[0].digest"),
+        ({"multimodal": (MultimodalItem(CAT, -1, 1),)}, "scope.multimodal[0].first_token"),
+        ({"multimodal": (MultimodalItem(CAT, 0, 0),)}, "scope.multimodal[0].tokens"),
+        ({"multimodal": (MultimodalItem(CAT, 0, 3), MultimodalItem(DOG, 2, 3))}, "scope.multimodal[1].first_token"),
     ],
 )
 def test_bad_scopes(scope, field):
     with pytest.raises(KeyChainError) as refused:
-        chain_keys(range(8), 4, scope)
+        chain_keys(range(8), 4, Scope(**scope))
     assert refused.value.field == field
 
 

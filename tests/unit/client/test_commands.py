@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvtier.cli import common, main
-from kvtier.cli.common import explained
 from kvtier.cli.replay import table
 from kvtier.cli.status import report
 from kvtier.errors import Holder, TierFull
@@ -134,7 +133,7 @@ def test_a_full_tier_is_explained_with_its_holders() -> None:
     error = TierFull(
         "full", tier=Tier.DEVICE, wanted=5, free=0, holders=(Holder(1, 4242, "engine", 200),), reason="TIER_FULL"
     )
-    assert explained(error) == "full\nheld by:\n  200 slots: pid 4242 engine"
+    assert str(error) == "full; held by pid 4242 engine (200 slots)"
 
 
 @pytest.mark.parametrize(

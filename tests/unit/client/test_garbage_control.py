@@ -56,7 +56,7 @@ class Given:
 
     def __init__(self, arena: DaemonArena) -> None:
         self.arena = arena
-        self.right = bytes(arena.control)
+        self.right = bytes(arena._control.array)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from kvtier.abi.spec import WindowGroupSpec
 from kvtierd.core.ids import GroupId
@@ -203,7 +204,10 @@ def test_the_default_floor_is_at_most_a_gibibyte(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     root = DiskRoot.open(tmp_path)
-    with pytest.raises(TierConfigError, match=f"{min(1 << 30, total // 20)} of them stay free"):
+    floor = ByteSize(min(1 << 30, total // 20)).human_readable(separator=" ")
+    with pytest.raises(
+        TierConfigError, match=f"^[0-9.]+ .iB asked for, .* free on {tmp_path}, {floor} must stay free$"
+    ):
         root.create("first", spec(), {GROUP: free // spec().record_bytes(0)})
     root.close()
 
@@ -234,7 +238,7 @@ def test_a_cache_gets_other_slots_and_keeps_the_records_that_fit(tmp_path: Path,
 
 def test_a_cache_that_cannot_grow_stays_as_it_was(tmp_path: Path) -> None:
     root = open_root(made(tmp_path))
-    with pytest.raises(TierConfigError, match="disk bytes"):
+    with pytest.raises(TierConfigError, match="must stay free"):
         root.resize("first", {GROUP: 1 << 30}, {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))

@@ -246,7 +246,7 @@ class House:
         if self._roots:
             self.disk.open_gate()
         await self.engine.settle()
-        compared = [(self.hub.residency(cache), self.listed(cache)) for cache in self.engine.caches()]
+        compared = [(self.hub.residency(cache), self.listed(cache)) for cache in self.engine._executor.caches]
         clean = await self.engine.shutdown(10.0)
         for root in self._roots:
             root.close()

@@ -1,17 +1,31 @@
-"""docs/api.md has every public name; `make docs` finds each of them, and follows every link."""
+"""docs/api.md has every public name, each with the first sentence of its docstring; `make docs` renders the rest.
 
-import importlib
+``python -m tests.unit.project.test_api_page`` writes these sentences into the page.
+"""
+
+import inspect
 import re
 from pathlib import Path
 
 import kvtier
 
 PAGE = Path(__file__).parents[3] / "docs/api.md"
+ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 
-def test_the_reference_has_every_public_name():
-    text = PAGE.read_text()
-    named = [path.rpartition(".")[::2] for path in re.findall(r"^::: kvtier\.(\S+)$", text, re.MULTILINE)]
-    shown = {getattr(importlib.import_module(f"kvtier.{module}"), name) for module, name in named if module}
-    shown |= {getattr(kvtier.errors, name) for name in re.findall(r"^ +- (\w+)$", text, re.MULTILINE)}
-    assert {name for name in vars(kvtier)["__all__"] if getattr(kvtier, name) not in shown} == set()
+def renewed(row):
+    """The row with the sentence of today."""
+    sentence = re.split(r"[.:;]+(?=\s)|\.$", inspect.getdoc(getattr(kvtier, row[1])) or "", maxsplit=1)[0]
+    text = re.sub(r":\w+:`(?:kvtier\.)?(.+?)`", r"`\1`", " ".join(sentence.split()).replace("``", "`"))
+    return f"| `{row[1]}` | {text} |"
+
+
+def test_the_page_has_every_public_name_with_its_meaning():
+    page = PAGE.read_text()
+    public = sorted(name for name in dir(kvtier) if not name.startswith("__"))
+    assert sorted(name for name, _ in ROW.findall(page)) == public
+    assert ROW.sub(renewed, page) == page, __doc__
+
+
+if __name__ == "__main__":
+    PAGE.write_text(ROW.sub(renewed, PAGE.read_text()))

@@ -1,37 +1,45 @@
-"""The end of ``make demo``: vLLM, where its environment is."""
+"""The end of ``make demo``: a real model, where an environment has vLLM or transformers."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
-EXAMPLE = "examples/vllm_two_engines.py"
+VLLM, TRANSFORMERS = (f"ran examples/{name}.py" for name in ("vllm_two_engines", "transformers_two_processes"))
 
 
-def environment(directory, *names):
-    """Makes programs that say how they are called."""
+def environment(directory, *modules):
+    """Makes a Python that finds these modules and says which file it was to run."""
+    for module in modules:
+        (directory / module).mkdir(parents=True)
     (directory / "bin").mkdir(parents=True)
     (directory / ".stamp").touch()
-    for name in names:
-        (directory / "bin" / name).write_text('#!/bin/sh\necho "ran $@"\n')
-        (directory / "bin" / name).chmod(0o755)
+    python = directory / "bin/python"
+    python.write_text(
+        f'#!/bin/sh\n[ $1 = -c ] || exec echo "ran $1"\ncd {directory} && exec {sys.executable} -ES "$@"\n'
+    )
+    python.chmod(0o755)
     return directory
 
 
-def demo(tmp_path, engines):
-    """Returns the lines of the output. The tests may run under make themselves."""
-    command = ["make", "demo", f"DEMO={environment(tmp_path / 'demo', 'python')}", f"ENGINES={engines}"]
+@pytest.mark.parametrize(
+    ("of_demo", "of_engines", "ends"),
+    [
+        ((), ("kvtierd", "vllm", "transformers"), [VLLM]),
+        (("kvtierd", "transformers"), ("vllm",), [TRANSFORMERS]),
+        ((), ("kvtierd", "transformers"), [TRANSFORMERS]),
+        (("kvtierd",), ("transformers",), ["With vLLM", "With transformers"]),
+    ],
+)
+def test_the_demo_goes_on_with_a_model_where_an_engine_is(tmp_path, of_demo, of_engines, ends):
+    named = environment(tmp_path / "demo", *of_demo), environment(tmp_path / "engines", *of_engines)
+    # The tests may run under make themselves.
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    command = ["make", "demo", *map("=".join, zip(("DEMO", "ENGINES"), map(str, named), strict=True))]
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60, check=True)
-    return [line for line in done.stdout.splitlines() if line]
-
-
-def test_the_demo_ends_with_vllm_where_its_environment_is(tmp_path):
-    engines = environment(tmp_path / "engines", "python", "vllm", "kvtierd")
-    assert demo(tmp_path, engines) == ["ran examples/demo.py", f"ran {EXAMPLE}"]
-
-
-def test_the_demo_names_the_command_for_vllm_where_there_is_none(tmp_path):
-    replay, line = demo(tmp_path, tmp_path / "engines")
-    assert replay == "ran examples/demo.py"
-    assert line.endswith(f"pip install '.[daemon]' && python {EXAMPLE}")
+    first, *rest = filter(None, done.stdout.splitlines())
+    assert first == "ran examples/demo.py"
+    assert [line.partition(",")[0] for line in rest] == ends

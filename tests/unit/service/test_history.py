@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, BlockChanges, BlockEvent, Cause, EventType
+from kvtierd.core.events import BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 from kvtierd.event_log import EventLog, EventRun
 from kvtierd.event_log.segments import LogSegments
@@ -25,10 +25,8 @@ PATIENCE_S = 10.0
 
 
 def event(number: int, time_ns: int = 0, cache: int = 1, label: Label | None = None) -> BlockEvent:
-    block = BlockChange(Key(number.to_bytes(32, "big")), None, Tier.HOST.bit, 35, label)
-    return BlockEvent(
-        EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, BlockChanges.of([block])
-    )
+    blocks = BlockChanges([Key(number.to_bytes(32, "big"))], [None], [Tier.HOST.bit], [35], [label], [None])
+    return BlockEvent(EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, blocks)
 
 
 class Forgetful(EventLog):

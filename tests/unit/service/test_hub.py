@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, BlockChanges, BlockEvent, Cause, EventType
+from kvtierd.core.events import BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label
 from kvtierd.event_log import EventRun
 from kvtierd.service import hub as hub_module
@@ -24,7 +24,7 @@ def event(number: int, blocks: int = 1, label: Label | None = None) -> BlockEven
         CacheId(1),
         GroupId(0),
         7,
-        BlockChanges.of(BlockChange(key, None, 1, 35, label) for key in keys),
+        BlockChanges(keys, [None] * blocks, [1] * blocks, [35] * blocks, [label] * blocks, [None] * blocks),
     )
 
 

@@ -21,4 +21,4 @@ def test_the_oldest_goes_first():
     known.note(["a"], there=True)
     known.note(["c"], there=True)
     assert [known.of(name) for name in "abc"] == [True, None, True]
-    assert len(known) == 2
+    assert len(known._until) == 2

@@ -62,7 +62,8 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
     async with running(config(short_dir, device=16, host=16)) as daemon, attached(daemon) as client:
         cache = await client.open()
         arena = next(iter(daemon._catalog)).runtime.arena
-        readers.append(IndexReader(ArenaLayout.read(arena.control, SPEC), arena.control))
+        control = arena._control.array
+        readers.append(IndexReader(ArenaLayout.read(control, SPEC), control))
         await client.put(cache, chain(16), release=False)
         readers.clear()
         stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, BlockChanges, BlockEvent, Cause, EventType
+from kvtierd.core.events import BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service import watch as watch_module
 from kvtierd.service.errors import CallRefused
@@ -17,7 +17,7 @@ from kvtierd.service.watch import EventFilter, Watcher
 ALL = EventFilter()
 ONLY_TWO = EventFilter.of(events_pb2.WatchFilter(caches=["two"]))
 HEADERS = {CacheId(1): CacheHeader("one"), CacheId(2): CacheHeader("two")}
-BLOCK = BlockChange(Key(b"k" * 32), None, Tier.HOST.bit, 35)
+BLOCKS = BlockChanges([Key(b"k" * 32)], [None], [Tier.HOST.bit], [35], [None], [None])
 
 
 def hub(last: int = 0, max_bytes: int = 1 << 30, epoch: int = 1, epoch_first: int = 1) -> EventHub:
@@ -30,9 +30,7 @@ def watcher(ring: EventHub, wanted: EventFilter = ALL, cursor: int = 0, heartbea
 
 
 def stored(number: int, cache: int = 1) -> BlockEvent:
-    return BlockEvent(
-        EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), 0, BlockChanges.of([BLOCK])
-    )
+    return BlockEvent(EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), 0, BLOCKS)
 
 
 async def batches(follow: AsyncIterator[bytes], until: int) -> list[events_pb2.WatchBatch]:

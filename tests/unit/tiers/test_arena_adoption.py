@@ -102,8 +102,8 @@ DAMAGES = {
         put(attach.CONTROL, LAYOUT.groups[0].generations[Tier.HOST] + 8, struct.pack("<Q", 7)),
         "generation",
     ),
-    "no control": (without(attach.CONTROL), "segments"),
-    "no host": (without(attach.HOST), "segments"),
+    "no control": (without(attach.CONTROL), "a part was not kept"),
+    "no host": (without(attach.HOST), "a part was not kept"),
     "another size": (instead_of(attach.HOST, lambda _: _memfd(4096, seals=_all_seals())), "size"),
     "no seals": (instead_of(attach.HOST, lambda _: _memfd(LAYOUT.host_bytes)), "seals"),
     "a mode that lets others write": (
@@ -135,7 +135,7 @@ def test_any_doubt_is_a_refusal(earlier: Arena, damage: Callable[[Arena, dict[st
     ("ours", "layout", "says"),
     [
         (replace(OURS, fingerprint=bytes(32)), LAYOUT, "specification"),
-        (OURS, ArenaLayout.plan(SPEC, {(0, int(Tier.HOST)): 6}), "segments"),
+        (OURS, ArenaLayout.plan(SPEC, {(0, int(Tier.HOST)): 6}), "no room for its device tier any more"),
         (replace(OURS, boot=3), LAYOUT, "another state directory"),
     ],
 )

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.abi.control import ArenaIdentity, Segment
-from kvtier.abi.key_index import ABSENT, Buckets, IndexEntry, IndexReader
-from kvtier.abi.layout import HOST, ArenaLayout
+from kvtier.abi.key_index import ABSENT, GROUPS_OFFSET, TAGS_OFFSET, Buckets, IndexEntry, IndexReader
+from kvtier.abi.layout import BUCKET_ENTRIES, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import At, IndexedBlocks, KeyIndex
@@ -141,16 +141,17 @@ def test_an_equal_tag_is_no_equal_key() -> None:
     index.put(FULL, key(1), HOST_BIT, host=place(1, 2))
     index.put(FULL, key(2), HOST_BIT, host=place(2, 2))
     mix = index.buckets.mix
-    tags = index.buckets.tags
-    tags[0, :] = mix.one(key(3), FULL)[2]
+    head = index.buckets.whole[0]
+    tags = head.view("<u4")[TAGS_OFFSET // 4 :][:BUCKET_ENTRIES]
+    tags[:] = mix.one(key(3), FULL)[2]
     assert index.reader.entry(key(3), FULL) is ABSENT
     for count in (20, 600):
         assert not index.reader.find(packed([3] * count), FULL).residency.any()
-    tags[0, :] = mix.one(key(2), FULL)[2]
+    tags[:] = mix.one(key(2), FULL)[2]
     assert index.reader.entry(key(2), FULL) == IndexEntry(HOST_BIT, 2, 2)
     for count in (20, 600):
         assert index.reader.find(packed([2] * count), FULL).host_slots.tolist() == [2] * count
-    index.buckets.groups[0, :] = SLIDING
+    head.view("<u2")[GROUPS_OFFSET // 2 :][:BUCKET_ENTRIES] = SLIDING
     assert index.reader.entry(key(2), FULL) is ABSENT
     for count in (20, 600):
         assert not index.reader.find(packed([2] * count), FULL).residency.any()

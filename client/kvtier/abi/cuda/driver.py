@@ -229,9 +229,6 @@ class Driver:
 
     def idle(self, stream: Stream) -> bool:
         """Returns whether the stream has done all its work. Does not wait. For callers that cannot record an event."""
-        if _thread.bound is not self:
-            with self.visit():
-                return self.idle(stream)
         return self._answered(self._cuda.cuStreamQuery, stream)
 
     def drop_stream(self, stream: Stream) -> None:
@@ -256,12 +253,12 @@ class Driver:
 
     def done(self, event: Event) -> bool:
         """Returns whether the work that the event stands for is done. Does not wait."""
-        if _thread.bound is not self:
-            with self.visit():
-                return self.done(event)
         return self._answered(self._cuda.cuEventQuery, event)
 
     def _answered(self, query: Any, of: Event | Stream) -> bool:
+        if _thread.bound is not self:
+            with self.visit():
+                return self._answered(query, of)
         try:
             code = query(of)[0]
         except (RuntimeError, KeyError, ValueError) as error:

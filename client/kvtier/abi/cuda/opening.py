@@ -61,13 +61,13 @@ def load_bindings() -> Any:
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise CudaMissing(
-            f"NVIDIA's Python bindings cannot be imported ({error}): pip install 'kvtier[cuda]'"
+            f"NVIDIA's Python bindings cannot be imported ({error}): pip install '.[cuda]' in a clone of kvtier"
         ) from error
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_BINDINGS:
         oldest = ".".join(map(str, _OLDEST_BINDINGS))
         raise CudaMissing(
             f"cuda-bindings {version} hold the interpreter lock in every call, {oldest} is the oldest that do not: "
-            "pip install --upgrade 'kvtier[cuda]'"
+            "pip install --upgrade '.[cuda]' in a clone of kvtier"
         )
     return bindings
 

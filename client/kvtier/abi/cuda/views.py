@@ -94,21 +94,3 @@ class DevicePool:
     def slot(self, slot: int, *, readonly: bool) -> DeviceView:
         """Returns a view of a slot. Raises :class:`IndexError` for a slot that does not exist."""
         return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, like :class:`DeviceView`, in two dimensions."""
-        return {
-            "shape": self.shape,
-            "strides": (self.stride, 1),
-            "typestr": "|u1",
-            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
-            "stream": None,
-            "version": 3,
-        }
-
-    def tensor(self) -> torch.Tensor:
-        """Returns a uint8 tensor of the same shape, not copied. Its rows are padded: a reshape would copy them."""
-        import torch
-
-        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

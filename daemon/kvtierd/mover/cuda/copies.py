@@ -21,7 +21,7 @@ from kvtierd.mover.cuda.plan import Copies, Direction, Pairs, SegmentLocks, Site
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
-from kvtierd.mover.work import destination, items_of
+from kvtierd.mover.work import destination, items_of, target
 from kvtierd.tiers.base import Bytes, TierError, TierIOError
 from kvtierd.tiers.cuda.pool import CudaDevice
 from kvtierd.tiers.mapped import HostStore
@@ -60,13 +60,11 @@ class CudaCopies:
     def copy(self, batch: Batch) -> Faults | Finish:
         """Copies every item's bytes between device and host. A small batch that has the bus to itself ends before
         another thread would wake up, so this call waits for it."""
-        edge = batch[0].move
-        if edge.dst is None:
-            raise ValueError("a copy stream cannot retire slots")
-        direction = Direction.TO_HOST if edge.src is DEVICE else Direction.TO_DEVICE
+        src, dst = batch[0].move.src, target(batch[0].move)
+        direction = Direction.TO_HOST if src is DEVICE else Direction.TO_DEVICE
         pairs = _pairs(batch)
-        copies = plan(pairs, self._sites.between_tiers(direction))
-        passage = self._traffic.issue(direction, copies, _touched(edge.src, pairs, 0), _touched(edge.dst, pairs, 1))
+        copies = plan(pairs, self._sites.between_tiers[direction])
+        passage = self._traffic.issue(direction, copies, _touched(src, pairs, 0), _touched(dst, pairs, 1))
 
         def finish() -> Faults:
             self._traffic.settle(passage)

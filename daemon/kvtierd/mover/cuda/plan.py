@@ -121,13 +121,10 @@ class Sites:
         self._device = device
         self._host_address = host_address
         groups = [GroupId(number) for number, group in enumerate(layout.groups) if group.slots[DEVICE]]
-        self._paths = {
+        self.between_tiers: Final = {
             direction: {group: self._path(direction, group, self._host_parts(group)) for group in groups}
             for direction in Direction
         }
-
-    def between_tiers(self, direction: Direction) -> Mapping[GroupId, Path]:
-        return self._paths[direction]
 
     def to_staging(self, direction: Direction, load: StagedRecords) -> Mapping[GroupId, Path]:
         """Paths between device slots and the load's records."""

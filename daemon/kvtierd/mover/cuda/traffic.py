@@ -183,7 +183,8 @@ class Traffic:
             self._driver.bind()
         way = self._ways[direction]
         with way.issuing:
-            self._require_open()
+            if self._closed:
+                raise TierIOError(0, "the cache is closed")
             with self._noticing():
                 event = self._take_event()
             passage = Passage(way.stream, event, reads, writes)
@@ -191,7 +192,8 @@ class Traffic:
             try:
                 with self._noticing():
                     self._hazards.order(clashing, lambda theirs: self._driver.wait(way.stream, theirs))
-                    self._require_device()
+                    if self._device.lost is not None:
+                        raise TierIOError(0, f"the device is lost: {self._device.lost}")
                     self._copy(way, copies)
             except Exception as error:  # noqa: BLE001 - raised by settle, when no copy of the batch runs
                 passage.fault = error
@@ -288,14 +290,6 @@ class Traffic:
         except CudaLost as error:
             self._device.lose(str(error))
             raise
-
-    def _require_device(self) -> None:
-        if self._device.lost is not None:
-            raise TierIOError(0, f"the device is lost: {self._device.lost}")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TierIOError(0, "the cache is closed")
 
     def _take_event(self) -> Event:
         try:

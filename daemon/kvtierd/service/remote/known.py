@@ -33,9 +33,6 @@ class Known:
         self._used: dict[int, float] = {}
         self._holes_until = 0.0
 
-    def __len__(self) -> int:
-        return len(self._until)
-
     def of(self, name: str) -> bool | None:
         """Whether the object is in the store; None = unknown, the store must be asked."""
         until = self._until.get(hash(name), 0.0)

@@ -149,8 +149,8 @@ class BlocksService:
     async def match(self, session: ClientSession, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
-        keys = validation.keys("keys", request.keys)
         tokens, scope = validation.following(cache, groups, request)
+        keys = validation.keys("keys", request.keys, least=not request.tokens)
         store = self._remote if request.remote else None
         remote = 0 if store is None else await store.fetcher.reach(cache, groups, keys)
         manager = self._engine.manager(cache.id)
@@ -192,7 +192,7 @@ class BlocksService:
 
     async def touch(self, session: ClientSession, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validation.keys("keys", request.keys)
+        keys = validation.keys("keys", request.keys, least=not request.queried)
         found = validation.count("found", request.found, 0, request.queried)
         self._engine.manager(cache.id).asked(group, request.queried, found)
         await self._engine.touch(cache.id, group, keys)
@@ -318,7 +318,7 @@ class BlocksService:
     ) -> blocks_pb2.SetRetentionResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        if keys and not request.priorities:
+        if not request.priorities:
             raise bad_argument("priorities", "no bytes", f"{len(keys)} bytes, one a key")
         priorities = validation.priorities("priorities", request.priorities, len(keys))
         durations = validation.durations("durations_ms", request.durations_ms, len(keys))
@@ -440,7 +440,7 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
     for index, message in enumerate(messages):
         keys = validation.keys(f"chains[{index}].keys", message.keys, max_keys=left)
         left -= len(keys)
-        least = validation.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys) or validation.MAX_KEYS)
+        least = validation.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
         priorities = message.priorities and validation.priorities(
             f"chains[{index}].priorities", message.priorities, len(keys), some=True
         )

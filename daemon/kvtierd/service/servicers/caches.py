@@ -20,7 +20,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, unknown
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.tier import RemoteTier
-from kvtierd.service.sessions import ClientSession, SessionRegistry, require_attached
+from kvtierd.service.sessions import ClientSession, SessionRegistry, account, require_attached
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -59,6 +59,7 @@ class CachesService:
         if self._catalog.get(cache.id) is not cache:
             raise unknown("name", name)  # removed meanwhile
         session.caches[cache.id] += 1
+        self._sessions.users[cache.id] = account(session.peer.identity)
         return caches_pb2.OpenResponse(
             cache_id=cache.id, created=opening.created, info=self._info(cache), kept=opening.kept
         )
@@ -102,19 +103,17 @@ class CachesService:
         self, session: ClientSession, request: caches_pb2.ResizeCacheRequest
     ) -> caches_pb2.ResizeCacheResponse:
         name = validation.cache_name(request.name)
-        budgets = self._budgets(request)
 
         def end_sessions(cache: ServedCache) -> None:
             for user in [user for user in self._sessions if cache.id in user.caches]:
                 self._sessions.kick(user, f"cache {name} is resized")
 
         try:
-            return wire.same_fields(
-                caches_pb2.ResizeCacheResponse, await self._catalog.resize(name, budgets, end_sessions)
-            )
+            done = await self._catalog.resize(name, self._budgets(request), end_sessions)
         except BudgetExhausted as refusal:
             refusal.tell(lambda other: self._access.may(session, Right.READ, other), self._idle_s)
             raise
+        return wire.same_fields(caches_pb2.ResizeCacheResponse, done)
 
     async def _tell(self, remote: RemoteTier, name: str) -> bool:
         prefixes = [prefix for prefix in self._forgotten.prefixes if prefix.startswith(f"{name}/")]
@@ -132,6 +131,7 @@ class CachesService:
             for user in users:
                 del user.caches[cache.id]
             self._sessions.left.pop(cache.id, None)
+            self._sessions.users.pop(cache.id, None)
 
     def _idle_s(self, name: str) -> int | None:
         cache = self._catalog.named(name)
@@ -157,6 +157,8 @@ class CachesService:
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
             device=cache.device.id,
+            idle_s=self._sessions.idle_s(cache.id) or 0,
+            last_user=str(self._sessions.users.get(cache.id, "")),
             remote=self._remote is not None,
             generation=self._forgotten.generation(cache.prefix),
             has_old_blocks=self._forgotten.has_old(cache.prefix),

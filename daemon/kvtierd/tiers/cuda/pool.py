@@ -16,7 +16,7 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.opening import find, load_bindings, uuid_name
 from kvtier.abi.cuda.views import DevicePool
 from kvtier.abi.layout import ArenaLayout
-from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.ids import GroupId, SlotId
 from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError
 from kvtierd.tiers.memfd import node_of
 
@@ -288,10 +288,6 @@ class CudaDevice:
         self.driver: Final[Driver] = segment.gpu.driver
         self.node: Final = segment.gpu.node
         self._pools: Final = DevicePool.all_of(segment.memory, layout)
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.DEVICE
 
     def address(self, group: GroupId, pool: int, slot: SlotId) -> Address:
         """Address of the slot's first byte in a pool. Raises IndexError for a slot that does not exist."""

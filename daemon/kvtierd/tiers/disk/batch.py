@@ -19,8 +19,6 @@ class GroupTable:
     """A group's committed blocks and the order of their use, in memory. The writer changes the table only after its
     transaction has committed. Other threads may look up slots meanwhile, and verify blocks by checksum."""
 
-    __slots__ = ("_checksums", "_keys", "_slots", "counter", "last_use", "shape")
-
     def __init__(self, shape: SlabShape) -> None:
         self.shape = shape
         self._keys: list[Key | None] = [None] * shape.slots

@@ -109,12 +109,6 @@ def _content(marker: Path) -> bytes:
         return file.read()
 
 
-def closed(path: Path) -> None:
-    """Notes that the environment at ``path`` has been closed."""
-    with suppress(OSError):  # if the file stays, the next start reads all pages
-        (path / OPEN).unlink()
-
-
 def read_pages(env: lmdb.Environment) -> None:
     """Reads every page, so that a damaged page ends this process while :func:`opening` counts. Raises lmdb.Error."""
     with env.begin() as txn:
@@ -257,7 +251,8 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
-        closed(self._path)
+        with suppress(OSError):  # if the file stays, the next start reads all pages
+            (self._path / OPEN).unlink()
 
     def _open(self, *, read_all: bool = False) -> tuple[lmdb.Environment, dict[GroupId, _GroupDatabases]]:
         env = lmdb.open(

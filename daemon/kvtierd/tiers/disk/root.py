@@ -28,6 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
+from pydantic import ByteSize
+
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtierd.core.ids import GroupId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError, TierError, TierIOError
@@ -126,17 +128,16 @@ class DiskRoot:
     def last_openings(self) -> dict[str, float]:
         """The time of each cache's last noted opening, by name."""
         with suppress(OSError):
-            return {path.name: (path / superblock.SUPERBLOCK).stat().st_mtime for path in self._directories()}
+            return {path.name: (path / superblock.SUPERBLOCK).stat().st_mtime for path in _directories(self._path)}
         return {}
 
     def caches(self) -> list[StoredCache]:
         """The stored caches that can be trusted, by name."""
-        found = (_read_or_fault(directory) for directory in self._directories())
-        return [block.cache for block in found if isinstance(block, _CacheBlock)]
+        return stored_caches(self._path)
 
     def damaged(self) -> dict[str, str]:
         """The stored caches that cannot be trusted: name and reason."""
-        found = {directory.name: _read_or_fault(directory) for directory in self._directories()}
+        found = {directory.name: _read_or_fault(directory) for directory in _directories(self._path)}
         return {name: str(fault) for name, fault in found.items() if isinstance(fault, TierError)}
 
     def create(
@@ -255,7 +256,7 @@ class DiskRoot:
                 _delete(leftover)
                 self.taken_away.add(leftover.name.removeprefix(pattern))
 
-        for directory in self._directories():
+        for directory in _directories(self._path):
             try:
                 superblock.read_superblock(directory, "cache")
             except superblock.OtherDirectoryVersion as error:
@@ -270,9 +271,16 @@ class DiskRoot:
             except TierError:
                 pass  # damaged() reports the cache
 
-    def _directories(self) -> list[Path]:
-        hidden = (_UNFINISHED, _REMOVED, _ASIDE)
-        return sorted(entry for entry in (self._path / CACHES).iterdir() if not entry.name.startswith(hidden))
+
+def stored_caches(path: Path) -> list[StoredCache]:
+    """The caches below a disk tier's directory that can be trusted, by name. Takes no lock. Raises OSError."""
+    found = (_read_or_fault(directory) for directory in _directories(path))
+    return [block.cache for block in found if isinstance(block, _CacheBlock)]
+
+
+def _directories(path: Path) -> list[Path]:
+    hidden = (_UNFINISHED, _REMOVED, _ASIDE)
+    return sorted(entry for entry in (path / CACHES).iterdir() if not entry.name.startswith(hidden))
 
 
 def _is_new(path: Path) -> bool:
@@ -359,5 +367,5 @@ def _require_room(path: Path, wanted: int, floor: int) -> None:
     status = os.statvfs(_existing(path))
     free = status.f_bavail * status.f_frsize
     if free - wanted < floor:
-        limit = f"{max(0, free - floor)}: {free} bytes are free and {floor} of them stay free"
-        raise TierConfigError("disk bytes", wanted, limit)
+        asked, has, stays = (ByteSize(each).human_readable(separator=" ") for each in (wanted, free, floor))
+        raise TierConfigError("", wanted, f"{asked} asked for, {has} free on {path}, {stays} must stay free")

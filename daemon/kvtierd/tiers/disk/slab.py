@@ -93,14 +93,14 @@ class Slab:
 
     def begin_write(self, pieces: Iterable[SlabRecord]) -> list[Moving]:
         """Begins to write records. The caller must not change the memory before the threads are done."""
-        return [_threads.submit(self._write, runs) for runs in self._shares(pieces)]
+        return [_threads.submit(self._move, os.pwritev, runs) for runs in self._shares(pieces)]
 
     def read(self, pieces: Iterable[SlabRecord]) -> list[int]:
         """Reads records, and waits for them. Returns the numbers of the pieces not read."""
         own, *others = self._shares(pieces)
-        moving = [_threads.submit(self._read, runs) for runs in others]
+        moving = [_threads.submit(self._move, os.preadv, runs) for runs in others]
         try:
-            return self._read(own) + [number for each in moving for number in each.result()]
+            return self._move(os.preadv, own) + [number for each in moving for number in each.result()]
         finally:
             wait(moving)  # no thread may still write to the memory, even after an error
 
@@ -132,12 +132,6 @@ class Slab:
         """Runs by thread; at least one share."""
         runs = adjacent(pieces)
         return [runs[first::_THREADS] for first in range(min(_THREADS, len(runs)))] or [[]]
-
-    def _write(self, runs: Iterable[RecordRun]) -> list[int]:
-        return self._move(os.pwritev, runs)
-
-    def _read(self, runs: Iterable[RecordRun]) -> list[int]:
-        return self._move(os.preadv, runs)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], runs: Iterable[RecordRun]) -> list[int]:
         """Moves runs. Returns the numbers of pieces that were not moved. A bad sector does not cost its neighbours."""

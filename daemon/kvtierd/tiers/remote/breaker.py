@@ -28,7 +28,6 @@ LAST_BACKOFF_S: Final = 30.0
 _ASKED: Final = 8
 """Objects of failed gets to remember: each probe asks for another of them."""
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -205,8 +204,6 @@ class Guarded:
 
 class _Circuit:
     """A circuit. ``problem``: why it is open; None = closed. ``trying``: a call that was let through is running."""
-
-    __slots__ = ("_backoff_s", "_chance", "_clock", "_failures", "_retry_at", "_waited_s", "problem", "trying")
 
     def __init__(self, clock: Callable[[], float], chance: Callable[[], float]) -> None:
         self._clock = clock

@@ -201,12 +201,9 @@ def _size(found: int | base.RemoteError) -> int:
 
 def _some(found: Sequence[_T | base.RemoteError]) -> Sequence[_T | base.RemoteError]:
     """The results, some of which may be errors. Raises the first error if all are errors."""
-    for error in found:
-        if not isinstance(error, base.RemoteError):
-            return found
-    for error in found:
-        assert isinstance(error, base.RemoteError)
-        raise error
+    errors = [error for error in found if isinstance(error, base.RemoteError)]
+    if errors and len(errors) == len(found):
+        raise errors[0]
     return found
 
 

@@ -35,7 +35,7 @@ def open_store(url: str, *, group_access: bool = False) -> ProcessStore:
             raise ValueError(DIRECTORY)
         engine = _ENGINES[parts.scheme]
         if find_spec(engine.module) is None:
-            raise ValueError(f"needs pip install 'kvtier[{engine.extra}]' (there is no module {engine.module})")
+            raise ValueError(f"needs pip install '.[{engine.extra}]' in a clone of kvtier (no module {engine.module})")
     except ValueError as wrong:
         raise TierConfigError(FIELD, shown(url), str(wrong)) from None
     umask = _OF_GROUP if group_access else _PRIVATE

@@ -213,7 +213,7 @@ def test_bindings_that_hold_the_interpreter_lock_are_refused_by_name(version, mo
     monkeypatch.setattr(cuda.bindings, "__version__", version)
     said = opening(ModuleType("driver"), monkeypatch)
     assert f"cuda-bindings {version} " in said and "12.9.1 is the oldest" in said
-    assert "pip install --upgrade 'kvtier[cuda]'" in said
+    assert "pip install --upgrade '.[cuda]' in a clone of kvtier" in said
 
 
 @pytest.mark.parametrize("raised", [KeyError(1234), ValueError("1234 is not a valid CUresult")])
