@@ -3,8 +3,8 @@
 1. Blocks in surplus memory slots are copied to the tier below, while the cache is served.
 2. The sessions that have the cache open end. Their clients attach again, and wait for the cache.
 3. On disk, the latest used blocks move into the first slots, and the others are deleted. The superblock changes.
-4. In memory, the latest used blocks are copied into fresh segments, where the code of a restart recovers them. A process
-   with a lease goes on with the former segments, which nothing changes any more.
+4. In memory, the latest used blocks are copied into fresh segments, where the code of a restart recovers them. A
+   process with a lease goes on with the former segments, which nothing changes any more.
 
 A daemon killed before the superblock changes starts again with the former slots on disk.
 """
@@ -54,18 +54,25 @@ class Resizing:
 
 def new_slots(cache: ServedCache, asked: Mapping[Tier, TierBudget], promised: Collection[Tier]) -> Slots:
     """The slots of a cache with other budgets. Raises INVALID_ARGUMENT, FAILED_PRECONDITION, RESOURCE_EXHAUSTED."""
-    stats = cache.runtime.manager.stats()
+    stats, slots = cache.runtime.manager.stats(), dict(cache.slots)
     pinned = sum(sum(counts.pinned.values()) for counts in stats.groups.values())
     refusals = {
         "NO_TIER": next((f"it has no {t} tier" for t in asked if t not in cache.slots and t not in promised), None),
         "GPU_MEMORY": "memory on a GPU cannot be resized" if cache.runtime.arena.gpu_memory is not None else None,
         "TIER_OFFLINE": "a tier is out of service" if stats.lost else None,
-        "STILL_HELD": f"{pinned} blocks are pinned" if pinned else None,
     }
     for reason, why in refusals.items():
         if why is not None:
-            raise refused(grpc.StatusCode.FAILED_PRECONDITION, reason, f"cache {cache.name}: {why}")
-    return {**cache.slots, **(cache.device.budgets.slots_for(cache.spec, asked, cache.name) if asked else {})}
+            raise _refused(cache, reason, why)
+    if asked:
+        slots |= cache.device.budgets.slots_for(cache.spec, asked, cache.name)
+    if pinned:
+        raise _refused(cache, "STILL_HELD", f"{pinned} blocks are pinned")
+    return slots
+
+
+def _refused(cache: ServedCache, reason: str, why: str) -> Exception:
+    return refused(grpc.StatusCode.FAILED_PRECONDITION, reason, f"cache {cache.name}: {why}")
 
 
 async def save_surplus(engine: Engine, cache: ServedCache, slots: Slots) -> None:
