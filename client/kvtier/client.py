@@ -341,8 +341,8 @@ class AsyncClient:
 
         Blocks that still fit stay. Clients of the cache attach again, as after a restart: their calls wait or are
         repeated, and their leases are lost, in all caches. Raises :class:`kvtier.errors.NotFound`,
-        :class:`InvalidArgument`, :class:`TierFull` if the tier has too few bytes, or leases hold too many slots for 10
-        seconds, :class:`CallerError` (NO_TIER, GPU_MEMORY, TIER_OFFLINE, STILL_HELD); nothing has changed then.
+        :class:`InvalidArgument`, :class:`TierFull` if the tier has too few bytes, :class:`CallerError` (NO_TIER,
+        GPU_MEMORY, TIER_OFFLINE, STILL_HELD); nothing has changed then.
         """
         request = caches_pb2.ResizeCacheRequest(
             name=name, budgets=wire.budgets_to_wire(budgets), seq=self._session.next_seq()

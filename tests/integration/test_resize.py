@@ -56,7 +56,7 @@ def shown(cache):
 async def test_clients_go_on_over_grows_and_shrinks(daemon):
     workers = [await asyncio.to_thread(started, daemon, name) for name in ("a", "b")]
     async with await patient(daemon.address) as client:
-        for host, disk in ((32, 64), (14, 64), (12, 12), (64, 128), (12, 40), (20, 10)):
+        for host, disk in ((32, 64), (18, 64), (16, 12), (64, 128), (16, 40), (20, 10)):
             report = await client.resize_cache("c", budgets=sizes(host=host, disk=disk))
             assert 0 < report.stalled_s <= report.took_s
             (info,) = await client.caches()
