@@ -73,5 +73,8 @@ async def main() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends process and daemon, as Ctrl-C does
-    sys.exit(asyncio.run(main()) or None)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # ends process and daemon, as Ctrl-C
+    try:
+        sys.exit(asyncio.run(main()) or None)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -10,6 +10,7 @@ The exit status is 1, with a reason, if an answer differs or an engine computed 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -131,6 +132,8 @@ async def engine(model: Mapping[str, Any], address: str) -> AsyncIterator[Answer
     theirs.close()
     try:
         yield await asyncio.to_thread(ours.recv)
+    except EOFError:
+        sys.exit("the engine ended before its answer; with VLLM_LOGGING_LEVEL=INFO its log has the reason")
     finally:
         process.kill()
         process.join()
@@ -170,21 +173,30 @@ async def run(model: Mapping[str, Any]) -> str:
     return ""
 
 
-def main(named: Sequence[str]) -> str:
+def main() -> str:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="A directory or a name on the hub; default: made here."
+    )
+    parser.add_argument("dtype", nargs="?", metavar="DTYPE", default="auto", help="vLLM's, like float32.")
+    named = parser.parse_args()
     if find_spec("vllm") is None:
         return f"{sys.executable} has no vLLM: run the example by a Python that has vLLM and kvtier"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the engine and removes the model, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # ends the engine, as Ctrl-C does
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     print(
         "Three vLLM engines answer one chat. Each is killed before the next; the daemon restarts before the third.",
         flush=True,
     )
-    if named:
-        return asyncio.run(run(dict(zip(("model", "dtype"), named, strict=False))))
-    with tempfile.TemporaryDirectory(prefix="kvtier-model-") as directory:
-        return asyncio.run(run(small_model(directory)))
+    try:
+        if named.model:
+            return asyncio.run(run({"model": named.model, "dtype": named.dtype}))
+        with tempfile.TemporaryDirectory(prefix="kvtier-model-") as directory:
+            return asyncio.run(run(small_model(directory)))
+    except KeyboardInterrupt:
+        return "interrupted"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) or None)
+    sys.exit(main() or None)

@@ -7,7 +7,6 @@ import select
 import signal
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 PATIENCE_S = 30.0
 
@@ -42,9 +41,3 @@ def in_child(work: Callable[[], int]) -> int:
         _, status = os.waitpid(child, 0)
     assert in_time, "the child hangs"
     return os.waitstatus_to_exitcode(status)
-
-
-def is_own_command(shown: str) -> bool:
-    """Whether the daemon shows the command line of the test's process, perhaps its beginning only."""
-    command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
-    return len(shown) > 10 and command.startswith(shown.removesuffix("..."))

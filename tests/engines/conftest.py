@@ -1,7 +1,5 @@
 """The engines' environment, which ``make test-engines`` builds, and tiny models for them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hosts that share nothing but the way to a store: network namespaces of this machine, and daemons in them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

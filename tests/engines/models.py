@@ -3,8 +3,6 @@
 Run by an engine's Python: ``models.py KIND DIRECTORY [SEED]``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

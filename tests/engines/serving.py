@@ -1,7 +1,5 @@
 """Engines in processes that are not forked from a template, and servers, as a page of the documentation starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@
 - ``{"reset": true}`` forgets what the engine itself has cached, on the device and in its host pool.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

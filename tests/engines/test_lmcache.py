@@ -1,7 +1,5 @@
 """LMCache on kvtier: its own benchmark of L2 adapters, and its server with the client that checks every byte."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

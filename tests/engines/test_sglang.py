@@ -1,7 +1,5 @@
 """SGLang on kvtier: a real engine on the CPU computes the same tokens whatever happens below it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

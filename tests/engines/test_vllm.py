@@ -1,7 +1,5 @@
 """vLLM on kvtier: a real engine on the CPU computes the same tokens and log-probabilities whatever happens below it."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The bridge's events against the event classes of each vLLM in the engines' environment."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM models whose layers keep a state (GDN, Mamba, short convolutions) beside attention, on kvtier."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 from collections.abc import Sequence

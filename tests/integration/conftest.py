@@ -11,6 +11,7 @@ from tests.integration.models import by_hand
 from tests.integration.pool import DaemonPool
 from tests.integration.raw import attached
 from tests.integration.waiting import patient
+from tests.tls import Authority
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +111,11 @@ def name(request):
     """The test's own, fit for a cache."""
     node: pytest.Item = request.node
     return re.sub(r"[^A-Za-z0-9._-]", "-", node.name)
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """An engine on the daemon: pages come back whole, or are named before anything computes on them."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

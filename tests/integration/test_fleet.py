@@ -14,7 +14,6 @@ from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import free_ports
-from tests.tls import Authority
 
 TOKENS = list(range(64))
 PROMPT = ",".join(map(str, TOKENS))
@@ -25,11 +24,6 @@ subjects = ["{subject}"]
 caches = ["{caches}"]
 verbs = ["read", "watch"]
 """
-
-
-@pytest.fixture
-def authority(tmp_path):
-    return Authority(tmp_path)
 
 
 @pytest.fixture

@@ -275,7 +275,7 @@ WRONG = {
     "budgets[host] = True: must be": lambda _, client: client.open_cache("x", SPEC, budgets={"host": True}),
     "options = {}: must be of type CacheOptions": lambda _, client: client.open_cache("x", SPEC, options={}),
     "options.thresholds = host: must be": lambda _, client: client.open_cache(
-        "x", SPEC, options=CacheOptions(thresholds={"host": 5})
+        "x", SPEC, options=CacheOptions(thresholds=cast(Any, {"host": 5}))
     ),
     "types = stored: must be a list": lambda _, client: client.watch(types="stored"),
     "since = 5: must be of type Cursor": lambda _, client: client.watch(since=5),

@@ -1,8 +1,6 @@
 """What is well formed and cannot be: full tiers, other specifications, budgets that are not left; and what the client
 itself refuses to send."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -45,11 +45,6 @@ verbs = ["read", "write", "watch"]
 
 
 @pytest.fixture
-def authority(tmp_path):
-    return Authority(tmp_path)
-
-
-@pytest.fixture
 def engine(authority):
     return authority.issue("first.example", common_name="engine-1")
 

@@ -3,8 +3,6 @@
 ``--isolation chroot`` needs no container runtime: a command shares the host's pids and network, as with ``hostPID``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

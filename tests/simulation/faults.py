@@ -4,8 +4,6 @@ The faults show that the simulation detects broken promises. The daemon cannot r
 present core: if a method is gone, the fault cannot be planted and its test fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

@@ -192,7 +192,7 @@ class SessionRegistry:
     left: dict[CacheId, float] = field(default_factory=dict, init=False)
     """When a session last closed the cache, or ended with it."""
     users: dict[CacheId, Identity] = field(default_factory=dict, init=False)
-    """Who opened the cache last."""
+    """The user of the last opening."""
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())

@@ -1,8 +1,6 @@
 """Lets SGLang run on the CPU from PyPI's wheel, which is built for CUDA: on the path of its processes, hence imported
 by Python before anything else."""
 
-from __future__ import annotations
-
 import builtins
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """Slots in GPU memory, on the fake of NVIDIA's driver: bytes, fences, and what its errors become."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc
@@ -401,7 +399,7 @@ def test_what_is_made_contiguous_is_so_before_it_is_taken(monkeypatch: pytest.Mo
 
         nbytes, is_cuda, device = 8, True, SimpleNamespace(type="cuda", index=0)
 
-        def contiguous(self) -> Tensor:
+        def contiguous(self) -> "Tensor":
             steps.append("copied")
             return self
 

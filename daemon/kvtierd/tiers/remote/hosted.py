@@ -124,9 +124,11 @@ async def _serve(room: memoryview, requests: int, replies: int) -> None:
     await _Host(room, reader, replies).run()
 
 
-def main(memory_bytes: str, umask: str, fd: str) -> None:
+def main(memory_bytes: str, umask: str, fd: str, daemon: str) -> None:
     """Serves until the daemon ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call of the library may outlive the daemon
+    if os.getppid() != int(daemon):  # the daemon ended before this process asked for the signal
+        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent by the daemon's terminal or service manager
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))

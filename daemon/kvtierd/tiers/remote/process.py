@@ -135,9 +135,10 @@ class _StoreProcess:
     async def start(cls, hosting: Hosting, url: str, umask: str) -> Self:
         """Starts a process. Raises RemoteError if it cannot open the store. ``url``: may have a secret in it."""
         try:
-            room, numbers = _Room(hosting.room_bytes), (str(hosting.memory_bytes), umask)
+            room = _Room(hosting.room_bytes)
             try:
-                command = (sys.executable, "-P", "-m", "kvtierd.tiers.remote.hosted", *numbers, str(room.fd))
+                numbers = map(str, (hosting.memory_bytes, umask, room.fd, os.getpid()))
+                command = (sys.executable, "-P", "-m", "kvtierd.tiers.remote.hosted", *numbers)
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MOST_LINE_BYTES, pass_fds=(room.fd,)
                 )

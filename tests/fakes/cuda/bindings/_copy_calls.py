@@ -1,7 +1,5 @@
 """The calls that copy and fill."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The calls about devices and contexts."""
 
-from __future__ import annotations
-
 from ._entry import entry, number_of
 from ._enums import CUdevice_attribute, CUresult, CUstreamCaptureMode
 from ._refusal import Refusal, invalid

@@ -1,7 +1,5 @@
 """How a call of the driver is made: with the lock, counted, written down, and answering as NVIDIA's do."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Device memory as memfds that are mapped at real addresses, and which addresses a copy may touch."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

@@ -1,7 +1,5 @@
 """The calls about memory."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from ._entry import entry, must_be_an_int, must_be_zero, number_of

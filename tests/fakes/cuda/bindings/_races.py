@@ -5,8 +5,6 @@ Vector clocks: each stream counts what it was given, and knows of every other st
 What the host has seen done is known to every stream from then on. Only what this process asked for is judged.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How the parts of the fake say that a call fails."""
 
-from __future__ import annotations
-
 from ._enums import CUresult
 
 

@@ -1,7 +1,5 @@
 """How the fake behaves, from the JSON object in ``KVTIER_FAKE_CUDA``. Each field has a default."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field

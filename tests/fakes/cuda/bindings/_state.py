@@ -1,7 +1,5 @@
 """The process's fake driver: devices, contexts of threads, what exists, what was lost, and how a call is made."""
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json

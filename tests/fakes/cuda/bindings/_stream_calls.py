@@ -1,7 +1,5 @@
 """The calls about streams and events, and what a kernel is here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streams as threads: each does what it was given in order, but late, and at its own pace."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

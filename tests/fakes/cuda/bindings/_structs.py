@@ -1,7 +1,5 @@
 """NVIDIA's structs and handles. As in theirs, a field that does not exist cannot be set."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ._enums import (

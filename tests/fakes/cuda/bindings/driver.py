@@ -8,8 +8,6 @@ Only for tests: of what is here, what begins with ``fake_`` is not NVIDIA's.
 """
 # ruff: noqa: F401, F403
 
-from __future__ import annotations
-
 from typing import Final
 
 from ._copy_calls import cuMemcpyAsync, cuMemcpyBatchAsync, cuMemsetD8Async
