@@ -339,10 +339,9 @@ class AsyncClient:
     ) -> ResizeReport:
         """Changes budgets of a cache without a restart; tiers that ``budgets`` does not name keep theirs.
 
-        Blocks that still fit stay. Clients of the cache attach again, as after a restart: their calls wait or are
-        repeated, and their leases are lost, in all caches. Raises :class:`kvtier.errors.NotFound`,
-        :class:`InvalidArgument`, :class:`TierFull` if the tier has too few bytes, :class:`CallerError` (NO_TIER,
-        GPU_MEMORY, TIER_OFFLINE, STILL_HELD); nothing has changed then.
+        Blocks that still fit stay. Clients of the cache attach again, as after a restart: their calls wait, and their
+        leases are lost, in all caches. Raises :class:`kvtier.errors.NotFound`, :class:`InvalidArgument`,
+        :class:`TierFull`, :class:`CallerError` (NO_TIER, GPU_MEMORY, TIER_OFFLINE, STILL_HELD); nothing changes then.
         """
         request = caches_pb2.ResizeCacheRequest(
             name=name, budgets=wire.budgets_to_wire(budgets), seq=self._session.next_seq()

@@ -45,7 +45,7 @@ def started(daemon, name):
     process = subprocess.Popen(
         [sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 

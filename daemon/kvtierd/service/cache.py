@@ -175,6 +175,16 @@ class ServedCache:
         return CacheHeader.of(self.name, self.spec, self.options.event_hash)
 
 
+@dataclass(slots=True, frozen=True)
+class Opening:
+    """``created``: whether the call made the cache. ``kept``: why it does not get the asked budgets and write policy;
+    empty = it has them."""
+
+    cache: ServedCache
+    created: bool = False
+    kept: str = ""
+
+
 def prefix_of(name: str, fingerprint: bytes) -> str:
     return f"{name}/{fingerprint.hex()}"
 

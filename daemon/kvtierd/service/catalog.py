@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import count
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
@@ -24,12 +24,12 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Account, PastOptions, Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.cache import (
     CacheSettings,
+    Opening,
     Removal,
     ServedCache,
     Wanted,
@@ -39,8 +39,8 @@ from kvtierd.service.cache import (
     require_same_cache,
 )
 from kvtierd.service.devices import Device
-from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
-from kvtierd.service.families import LastOpen, bytes_in, family_of, idle_members, idle_since
+from kvtierd.service.errors import CallRefused, cache_not_opened, log_unheard, refused, unknown
+from kvtierd.service.families import LastOpen, family_of, first_to_give_way, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.promises import NO_DISK, compared, told
 from kvtierd.service.recovery import NOBODY, OldLife
@@ -58,16 +58,6 @@ _MAX_NOTES: Final = 8
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class Opening:
-    """``created``: whether the call made the cache. ``kept``: why it does not get the asked budgets and write policy;
-    empty = it has them."""
-
-    cache: ServedCache
-    created: bool = False
-    kept: str = ""
-
-
 def _to_the_end(
     work: Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]]:
@@ -79,7 +69,7 @@ def _to_the_end(
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_nobody_waits)
+            task.add_done_callback(log_unheard)
             raise
 
     return call
@@ -258,16 +248,9 @@ class Catalog:
             # A member whose lock is held may itself wait for another member's lock.
             free = [cache for cache in self if not self._lock_of(cache.name).locked()]
             members = idle_members(spec, free, last_open, before)
-            short = []
-            for tier, nbytes in wanted.items():
-                has, idle = home.budgets.left(tier, name), sum(bytes_in(cache, tier, home) for cache in members)
-                if asked and nbytes > has + idle:
-                    return
-                if has < min(nbytes, has + idle):
-                    short.append(tier)
-            if not short:
+            left = {tier: home.budgets.left(tier, name) for tier in wanted}
+            if (giving := first_to_give_way(members, wanted, left, home, whole=bool(asked))) is None:
                 return
-            giving = next(cache for cache in members if any(bytes_in(cache, tier, home) for tier in short))
             await self._give_way(giving, name, last_open)
 
     async def _give_way(self, idle: ServedCache, name: str, last_open: LastOpen) -> None:
@@ -387,7 +370,8 @@ class Catalog:
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
             if cause is Cause.EXPLICIT:
-                await self._forget(name, removal.spec)
+                prefix = None if removal.spec is None else prefix_of(name, removal.spec.fingerprint())
+                await self._stores.forgotten.reset(name, prefix)
             del self._left_out[name], self._unfinished[name]
             self._lost.pop(name, None)
             self._unserved.pop(name, None)
@@ -418,33 +402,27 @@ class Catalog:
             fresh = sum(tier_bytes(spec, counts) for tier, counts in slots.items() if tier is not Tier.DISK)
             await asyncio.to_thread(require_memory, f"cache {name}", fresh)
             began, before = time.monotonic_ns(), cache.runtime.manager.stats().blocks
-            self._take_larger(cache, slots)
             await save_surplus(self._engine, cache, slots)
+            slots = new_slots(cache, asked, promised)  # meanwhile clients pin blocks, and other caches take budgets
+            self._take_larger(cache, slots)
             stalled = time.monotonic_ns()
             end_sessions(cache)
             parts = await self._withdraw(cache, Cause.EXPLICIT)
-            if parts.disk is not None:
-                await asyncio.to_thread(compact, cache.runtime, parts.disk, slots)
-                await asyncio.to_thread(parts.disk.close)
-            made, fault = await self._made_anew(cache, slots, replace(cache.options, resized=True), cache.runtime)
-            now = time.monotonic_ns()
-            await self._release(cache, parts)
+            try:
+                if parts.disk is not None:
+                    await asyncio.to_thread(compact, cache.runtime, parts.disk, slots)
+                    await asyncio.to_thread(parts.disk.close)
+                options = replace(cache.options, resized=True)
+                made, fault = await self._made_anew(cache, slots, options, cache.runtime)
+                now = time.monotonic_ns()
+            finally:
+                await self._release(cache, parts)
             if fault is not None:
                 raise fault
             evicted = max(0, before - made.runtime.manager.stats().blocks)
             done = self._resized[name] = Resizing(now - began, now - stalled, evicted)
         _log.info("cache resized name=%s stalled_ns=%d evicted=%d", name, done.stalled_ns, evicted)
         return done
-
-    async def _forget(self, name: str, spec: CacheSpec | None) -> None:
-        """Forgets the cache's blocks, so that a new cache of the name gets none of them. ``spec``: None = unknown, all
-        caches of the name."""
-        forgotten = self._stores.forgotten
-        known = [prefix for prefix in forgotten.prefixes if prefix.startswith(f"{name}/")]
-        for prefix in known if spec is None else [prefix_of(name, spec.fingerprint())]:
-            async with forgotten.change(prefix) as before:
-                forgotten.set(prefix, before.after_reset())
-                forgotten.keep(prefix, ())
 
     async def _dismantle(self, cache: ServedCache, cause: Cause) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
@@ -629,11 +607,3 @@ class Catalog:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _nobody_waits(task: asyncio.Task[Any]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if error is not None and not isinstance(error, CallRefused | TierError | MoverError):
-        _log.error("a task without a caller failed by a bug: %s", task.get_name(), exc_info=error)
-    elif error is not None:
-        _log.warning("a task without a caller failed: %s: %s", task.get_name(), error)

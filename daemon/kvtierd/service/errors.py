@@ -6,6 +6,7 @@ lacks is a bug of the daemon: INTERNAL, and a log line.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from kvtier.v1 import common_pb2
 from kvtierd.core.errors import BadArgument, ForeignLease, ResetRefused, TierOutOfService, UnknownGroup, UnknownLease
 from kvtierd.core.ids import SessionId
 from kvtierd.core.outcome import Refusal, RefusalReason, SlotHolder
-from kvtierd.mover.executor import ShuttingDown, TicketRefused, UnknownCache
+from kvtierd.mover.executor import MoverError, ShuttingDown, TicketRefused, UnknownCache
 from kvtierd.service import wire
 from kvtierd.tiers.base import TierConfigError, TierError
 from kvtierd.tiers.remote.base import RemoteError, RemoteRefused
@@ -171,3 +172,12 @@ _REFUSALS: Final[Mapping[RefusalReason, tuple[grpc.StatusCode, str]]] = {
     RefusalReason.TIER_OFFLINE: (grpc.StatusCode.UNAVAILABLE, "the tier is out of service"),
     RefusalReason.TOO_SHORT: (grpc.StatusCode.FAILED_PRECONDITION, "less than min_blocks is stored"),
 }
+
+
+def log_unheard(task: asyncio.Task[Any]) -> None:
+    """Logs the error of a task whose caller was cancelled."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, CallRefused | TierError | MoverError):
+        _log.error("a task without a caller failed by a bug: %s", task.get_name(), exc_info=error)
+    elif error is not None:
+        _log.warning("a task without a caller failed: %s: %s", task.get_name(), error)

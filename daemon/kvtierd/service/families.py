@@ -7,7 +7,7 @@ Only an idle cache gives way: no session has it open, and no block is leased or 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -51,6 +51,26 @@ def idle_members(
         if (since := idle_since(cache, last_open)) is not None
     ]
     return [cache for *_, cache in sorted(found, key=itemgetter(0, 1, 2))]
+
+
+def first_to_give_way(
+    members: Sequence[ServedCache],
+    wanted: Mapping[Tier, int],
+    left: Mapping[Tier, int],
+    device: Device,
+    *,
+    whole: bool,
+) -> ServedCache | None:
+    """The first idle member with bytes in a tier that has too few left. ``whole``: None if all members together would
+    not be enough for the wanted bytes."""
+    short = []
+    for tier, nbytes in wanted.items():
+        reachable = left[tier] + sum(bytes_in(cache, tier, device) for cache in members)
+        if whole and nbytes > reachable:
+            return None
+        if left[tier] < min(nbytes, reachable):
+            short.append(tier)
+    return next((cache for cache in members if any(bytes_in(cache, tier, device) for tier in short)), None)
 
 
 def bytes_in(cache: ServedCache, tier: Tier, device: Device) -> int:

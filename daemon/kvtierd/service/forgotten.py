@@ -189,6 +189,15 @@ class Forgotten:
         """Sets the forgotten blocks that are still here: see :class:`PastRecord`. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places), due=due)
 
+    async def reset(self, name: str, prefix: str | None) -> None:
+        """Forgets a removed cache's blocks, so that a new cache of the name gets none of them. ``prefix``: None = all
+        caches of the name."""
+        known = [each for each in self.prefixes if each.startswith(f"{name}/")]
+        for each in known if prefix is None else [prefix]:
+            async with self.change(each) as before:
+                self.set(each, before.after_reset())
+                self.keep(each, ())
+
     def begin(self, prefix: str) -> None:
         """Notes that a new cache has no forgotten blocks."""
         if self.has_old(prefix):
