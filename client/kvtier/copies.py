@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -18,7 +19,16 @@ from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
 from kvtier.deadline import Backoff, Deadline
-from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TierFull, TooShort, chain_error
+from kvtier.errors import (
+    DaemonError,
+    DamagedTransfer,
+    InvalidArgument,
+    LeaseLost,
+    StaleRead,
+    TierFull,
+    TooShort,
+    chain_error,
+)
 from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
@@ -32,6 +42,8 @@ from kvtier.wire import granted, tier_to_wire
 MAX_PART: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""
 
+_LOSSES: Final = 3
+"""Lost leases, as in a restart or a resize, after which a piece is stored once more."""
 
 Way: TypeAlias = "MappedCopies | StreamedCopies"
 """The way that the bytes of a piece take."""
@@ -101,7 +113,13 @@ async def put(
     left = deque(range(count) if places is None else places)
     while left:
         places = [left.popleft() for _ in range(min(step, len(left)))]
-        stored = await _stored(cache, way, tier, whole.only(places), timeout)
+        try:
+            stored = await _stored(cache, way, tier, whole.only(places), timeout)
+        except (InvalidArgument, TierFull):
+            if (step := pieces(cache, tier, way)) >= len(places):
+                raise
+            left.extendleft(reversed(places))  # the tier has become smaller meanwhile
+            continue
         for place, result in zip(places, stored, strict=True):
             results[place] = result
         if stored[-1] is not BlockResult.PARENT_MISSING:
@@ -120,10 +138,10 @@ async def put(
 
 
 async def _stored(cache: Owner, way: Way, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-    try:
-        return await way.store(cache, tier, part, timeout)
-    except LeaseLost:
-        return await way.store(cache, tier, part, timeout)  # the caller's arrays still have the bytes
+    for _ in range(_LOSSES):
+        with suppress(LeaseLost):  # the caller's arrays still have the bytes
+            return await way.store(cache, tier, part, timeout)
+    return await way.store(cache, tier, part, timeout)
 
 
 async def get(
@@ -142,6 +160,10 @@ async def get(
             piece = await _with_room(way, caches, tier, keys[start * KEY_BYTES : end * KEY_BYTES], into, timeout)
         except TooShort:
             break
+        except TierFull:
+            if whole or (step := pieces(caches[0], tier, way)) >= end - start:
+                raise
+            continue  # the tier has become smaller meanwhile
         for group, rows in piece.items():
             found[group] += rows
         start = count if whole else len(found[caches[0].group])
