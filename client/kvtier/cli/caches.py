@@ -22,7 +22,7 @@ from kvtier.wire import ResetReport
 
 @click.group(cls=CommandGroup)
 def cache() -> None:
-    """List the caches of a daemon, create one, resize one, or remove one."""
+    """List, create, resize or remove caches of a daemon."""
 
 
 @cache.command("ls")
