@@ -80,16 +80,22 @@ async def test_a_promise_is_no_room_that_others_may_not_take(daemon):
     assert again(daemon, host=8, disk=64) == await problems(daemon) == ()
 
 
-@pytest.mark.parametrize("reopened", [False, True])
-async def test_without_a_disk_tier_its_caches_are_told_and_come_back(daemon, reopened):
+@pytest.mark.parametrize(("reopened", "host"), [(None, 4), ({}, 4), (sizes(host=3), 3)])
+async def test_without_a_disk_tier_its_caches_are_told_and_come_back(daemon, reopened, host):
     rest = tuple(f"cache {name}: {RESTS}" for name in NAMES)
     assert again(daemon, host=12) == rest
     assert await problems(daemon) == tuple(f"cache {name} is not served: {RESTS}" for name in NAMES)
+    assert all(
+        f"cache {name} is not served: {RESTS}\n" in kvtier("cache", "ls", "--address", daemon.address).stdout
+        for name in NAMES
+    )
     async with await patient(daemon.address) as client:
-        for name in NAMES if reopened else ():
-            await client.open_cache(name, SPEC, budgets=sizes(host=3))
+        with pytest.raises(CallerError, match=r"^cache a is not served: it has slots on disk"):
+            await client.open_cache("a")
+        for name in () if reopened is None else NAMES:
+            await client.open_cache(name, SPEC, budgets=reopened)
         lacks = tuple(f"cache {name}: no room for its 96.0 KiB of disk" for name in NAMES)
-        assert not reopened or (await client.stats()).problems == lacks
+        assert reopened is None or (await client.stats()).problems == lacks
     assert again(daemon, host=12) == rest, "the promise is still known"
     async with await patient(daemon.address) as client:
         with pytest.raises(KvtierError, match="only force"):
@@ -99,7 +105,7 @@ async def test_without_a_disk_tier_its_caches_are_told_and_come_back(daemon, reo
     assert again(daemon, host=12, disk=24) == await problems(daemon) == ()
     async with await patient(daemon.address) as client:
         cache = await client.open_cache("a", SPEC)
-        assert (cache.slots(Tier.HOST), cache.slots(Tier.DISK)) == (3 if reopened else 4, 8)
+        assert (cache.slots(Tier.HOST), cache.slots(Tier.DISK)) == (host, 8)
         assert_bytes(chain("a", 4), await cache.get(chain("a", 4)))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import click
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
@@ -29,9 +30,10 @@ def cache() -> None:
 @address_option
 @output_option()
 def list_caches(daemon: DaemonAt, form: str) -> None:
-    """List the caches and their bytes in each tier."""
-    found = daemon.ask(lambda client: client.caches())
-    show(form, [as_object(info) for info in found], _table(found))
+    """List the caches and their bytes in each tier, and caches that are not served."""
+    found, stats = daemon.ask(lambda client: asyncio.gather(client.caches(), client.stats()))
+    absent = [f"\n{problem}" for problem in stats.problems if problem.startswith("cache ")]
+    show(form, [as_object(info) for info in found], Group(_table(found), *absent))
 
 
 @cache.command("create")

@@ -228,15 +228,16 @@ class Budgets:
         return {each.tier: max(self._default.of(each.size), least) for each in self.accounts}
 
     def slots_for(
-        self, spec: CacheSpec, asked: Mapping[Tier, TierBudget], own: str = ""
+        self, spec: CacheSpec, asked: Mapping[Tier, TierBudget], own: str = "", owed: Slots | None = None
     ) -> dict[Tier, tuple[int, ...]]:
-        """Slots for budgets; without budgets the default share of every tier, or the rest of the tier if that is less.
+        """Slots for budgets; without budgets the ``owed`` slots, which the cache was promised earlier, or else the
+        default share of every tier; in each case the rest of the tier if that is less.
 
         Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT like
         :func:`slots_of`.
         """
         if not asked:
-            return self._default_slots(spec)
+            return self._default_slots(spec, owed or {})
         for tier, budget in asked.items():
             if budget.nbytes > self.left(tier, own):
                 wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier, own)))
@@ -269,11 +270,16 @@ class Budgets:
                 slots[tier] = share
         return slots
 
-    def _default_slots(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
-        """Default slots: at least a slot for each group in each tier with enough room. Disk alone is refused if there
-        is a memory tier."""
-        sizes = {tier: min(self.left(tier), nbytes) for tier, nbytes in self.wanted(spec, {}).items()}
-        found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
+    def _default_slots(self, spec: CacheSpec, owed: Slots) -> dict[Tier, tuple[int, ...]]:
+        """Slots without budgets: at least a slot for each group in each tier with enough room. Disk alone is refused if
+        there is a memory tier."""
+        promised = {tier: counts for tier, counts in owed.items() if tier in self._accounts}
+        wanted = promised or {tier: share_of(spec, nbytes) for tier, nbytes in self.wanted(spec, {}).items()}
+        found = {}
+        for tier, counts in wanted.items():
+            left = self.left(tier)
+            if share := counts if tier_bytes(spec, counts) <= left else share_of(spec, left):
+                found[tier] = share
         memory = self._accounts.keys() - {Tier.DISK}
         if not found or (memory and memory.isdisjoint(found)):
             says = f"a slot of each window group takes {_exact(least_bytes(spec))}"

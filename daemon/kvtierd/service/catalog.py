@@ -214,13 +214,13 @@ class Catalog:
                 if cache is None:
                     self._require_whole(name)
                     if spec is None or not create:
-                        raise unknown("name", name)
+                        raise self._not_served(name)
                     home = self._stores.devices.for_new(device, asked)
                     await self._make_room(name, spec, home, asked, last_open)
-                    slots = home.budgets.slots_for(spec, asked)
                     had, options = self._stores.remembered.get(name), self._new_options(name, spec, named)
                     owed = {tier: counts for tier, counts in had.items() if len(counts) == len(spec.groups)}
-                    plan = Plan(name, spec, slots, options, home, promised=owed | slots)
+                    slots = home.budgets.slots_for(spec, asked, owed=owed)
+                    plan = Plan(name, spec, slots, options, home, promised=owed | slots if asked else slots | owed)
                     home.budgets.take(name, spec, slots)
                     cache = await self._make(plan)
                     self._note_opening(cache)
@@ -330,6 +330,11 @@ class Catalog:
                 _log.warning("remembered options are not used name=%s why=%r", name, str(error))
         return replace(options, resized=False, **named)
 
+    def _not_served(self, name: str) -> CallRefused:
+        if (why := self._unserved.get(name)) is None:
+            return unknown("name", name)
+        return refused(grpc.StatusCode.FAILED_PRECONDITION, "NOT_SERVED", f"cache {name} is not served: {why}")
+
     def _require_whole(self, name: str) -> None:
         """Raises FAILED_PRECONDITION if the cache is on disk but left out."""
         if name in self._left_out:
@@ -391,7 +396,7 @@ class Catalog:
         async with self._lock_of(name):
             self._require_whole(name)
             if (cache := self._by_name.get(name)) is None:
-                raise unknown("name", name)
+                raise self._not_served(name)
             promised, spec = self._stores.remembered.get(name), cache.spec
             slots = new_slots(cache, asked, promised)
             if slots == cache.slots:
