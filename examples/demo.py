@@ -20,7 +20,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.text import Text
 
 import kvtier
 from kvtier.cli.replay import table
@@ -73,11 +72,9 @@ async def main() -> int:
         f"{SLOTS.host} and a disk tier of {SLOTS.disk}, {SPEC.block_bytes(0) // 1024} KiB each.\n"
     )
     async with PrivateDaemon(SLOTS.as_bytes(SPEC)) as daemon:
-        report, lines = await first_life(daemon, requests)
-        console.print("Some of what `kvtier watch` showed:\n")
-        for line in lines:
-            console.print(line)
-        console.print("\nWhat became of it:\n")
+        console.print("Some lines of `kvtier watch` meanwhile:\n")
+        report = await first_life(daemon, requests)
+        console.print("\nThe requests and their hits:\n")
         console.print(table(report))
 
         status = await daemon.stop()
@@ -92,36 +89,35 @@ async def main() -> int:
     return verdict(report, status, again)
 
 
-async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[ReplayReport, list[Text]]:
-    """Replays the requests. Returns the report, and a few lines of the watch."""
-    async with kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
-        cache = await client.open_cache("demo", SPEC)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> ReplayReport:
+    """Replays the requests, and prints a few lines of the watch."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        async with kvtier.connect(daemon.address) as client, sample_of_events(client):
+            cache = await client.open_cache("demo", SPEC)
             task = bar.add_task("replaying", total=len(requests))
-            report = await replay(client, cache, requests, progress=lambda done: bar.update(task, completed=done))
-    return report, lines
+            return await replay(client, cache, requests, progress=lambda done: bar.update(task, completed=done))
 
 
 @asynccontextmanager
-async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Text]]:
-    """Collects the first few lines of each kind of event while the ``with`` block runs."""
-    lines: list[Text] = []
+async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[None]:
+    """Prints the first few lines of each kind of event while the ``with`` block runs."""
     seen: dict[object, int] = {}
 
-    def keep(item: WatchItem) -> None:
+    def show(item: WatchItem) -> None:
         if isinstance(item, kvtier.Event):
             kind = (item.type, item.cause, item.moved_from, item.moved_to)
             seen[kind] = seen.get(kind, 0) + 1
             if seen[kind] <= EVENTS_SHOWN_OF_A_KIND:
-                lines.extend(text_lines(item))
+                for line in text_lines(item):
+                    console.print(line)
 
     async def follow() -> None:
         async for item in client.watch():
-            keep(item)
+            show(item)
 
     watching = asyncio.create_task(follow())
     try:
-        yield lines
+        yield
     finally:
         watching.cancel()
         await asyncio.wait([watching])
