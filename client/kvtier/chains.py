@@ -2,15 +2,15 @@
 
 This prefix has the largest n for which every full-attention group holds blocks [0, n), and every group of a sliding
 window of w tokens holds its sinks and the blocks that cover tokens [max(0, n * tokens_per_block - w), n *
-tokens_per_block). The walk starts at the bound of the full groups and goes down. A minimum of separate matches would
-be wrong: a longer prefix may be served where a shorter one is not.
+tokens_per_block). A minimum of separate matches would be wrong: a longer prefix may be served where a shorter one is
+not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,73 +27,16 @@ from kvtier.retention import BlockRetention
 from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
 from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
 
-_LEAST_LOOKED_UP: Final = 64
-"""Least number of keys of a sliding group per lookup; a lookup takes its window, or as many keys again, if that is
-more."""
 
-LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.bool_]]]
-"""Looks up blocks [start, stop) of the chain. Returns residencies, 0 = absent, and whether each absence is certain."""
-
-
-class Window:
-    """A group's side of a match of at most ``bound`` blocks. Looks up as few keys as possible: the sinks, then from the
-    end on."""
-
-    def __init__(self, look_up: LookUp, attention: Attention, bound: int) -> None:
-        self._find = look_up
-        self._attention = attention
-        self._sinks_known = not attention.sinks
-        self._low = bound
-        """Blocks from here up to ``bound`` have been looked up."""
-        self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
-        self._sure: NDArray[np.bool_] = np.ones(bound, np.bool_)
-
-    def residency(self, length: int) -> bytes:
-        """The residencies of the blocks that a prefix of ``length`` blocks needs, which have been looked up."""
-        return self._attention.needs(length).cut(self._residency.tobytes())
-
-    def unbroken(self, length: int) -> int | None:
-        """Maps a prefix length to the largest usable length not above it; None if that is uncertain."""
-        if not self._sinks_known:
-            self._sinks_known = True
-            sinks, sure = self._find(0, min(self._attention.sinks, length))
-            self._residency[: len(sinks)] = sinks
-            kept = count_leading(sinks != 0)
-            if kept < len(sinks):
-                if not sure[kept]:
-                    return None
-                length = kept
-        while True:
-            first = self._attention.first_block(length)
-            self._look_up(first)
-            holes = np.flatnonzero(self._residency[first:length] == 0)
-            if not len(holes):
-                return length
-            hole = first + int(holes[-1])
-            there = np.flatnonzero(self._residency[self._low : hole])
-            length = self._low + (int(there[-1]) + 1 if len(there) else 0)  # ends with a block that is there
-            if not self._sure[length : hole + 1].all():
-                return None
-
-    def _look_up(self, first: int) -> None:
-        if first >= self._low:
-            return
-        known = len(self._residency) - self._low
-        start = max(0, min(first, self._low - max(self._attention.span, _LEAST_LOOKED_UP, known)))
-        self._residency[start : self._low], self._sure[start : self._low] = self._find(start, self._low)
-        self._low = start
-
-
-def longest(bound: int, windows: Collection[Window]) -> int | None:
-    """The longest prefix of at most ``bound`` blocks (the full groups' bound) that no window breaks; None if that is
-    uncertain."""
-    length: int | None = bound
-    before = None
-    while length != before:
-        before = length
-        for window in windows:
-            length = window.unbroken(length) if length is not None else None
-    return length
+def longest(bound: int, sides: Iterable[tuple[Attention, NDArray[np.bool_]]]) -> int:
+    """Returns the longest prefix of at most ``bound`` blocks for which every group has the blocks that it needs. Each
+    side: a group's attention, and whether it has each of the first ``bound`` blocks."""
+    served, lengths = np.ones(bound + 1, np.bool_), np.arange(bound + 1)
+    for attention, there in sides:
+        holes = np.concatenate(([0], np.cumsum(~there)))
+        first = np.maximum(0, lengths - (attention.span or bound))
+        served &= (holes == holes[first]) & (holes[np.minimum(first, attention.sinks)] == 0)
+    return int(np.flatnonzero(served)[-1])
 
 
 class Prompt:
@@ -277,20 +220,8 @@ class Chains:
 
     def prefix_length(self, keys: bytes, groups: Sequence[int]) -> int | None:
         """The longest prefix of the chain that these groups can serve together."""
-        if len(groups) == 1:
-            return self._length_in(keys, groups[0])
         walked = self._walk(keys, groups)
         return None if walked is None else walked[0]
-
-    def _length_in(self, keys: bytes, group: int) -> int | None:
-        bound, attention = len(keys) // KEY_BYTES, self.attentions[group]
-        if attention.span:
-            return Window(self._look_up(keys, group), attention, bound).unbroken(bound)
-        if self._bits is None and attention.chained:
-            return self._index.prefix_length(keys, group)
-        found = self.presence(keys, group)
-        length = count_leading(found.residency != 0)
-        return length if length == bound or found.sure[length] else None
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
         for _ in range(_TRIES):
@@ -306,7 +237,7 @@ class Chains:
         """The blocks of a chain to copy: in a full-attention group all that are there, else the needs of the longest
         prefix. None if that is uncertain."""
         attention = self.attentions[group]
-        length = self._length_in(keys, group) if attention.span else len(keys) // KEY_BYTES
+        length = self.prefix_length(keys, [group]) if attention.span else len(keys) // KEY_BYTES
         return None if length is None else attention.needs(length)
 
     def probe(self, keys: bytes, group: int) -> bytes | None:
@@ -321,41 +252,36 @@ class Chains:
             found.residency, found.device_slots, found.device_generations, found.host_slots, found.host_generations
         )
 
-    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Window]] | None:
-        bound: int | None = len(keys) // KEY_BYTES
-        for group in groups:
-            if not self.attentions[group].span and bound:
-                bound = self._length_in(keys[: bound * KEY_BYTES], group)
-        if bound is None:
+    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Presence]] | None:
+        """The longest prefix, and the blocks that were looked up for it: none in groups that a bisection answers for.
+        None: uncertain."""
+        bound = len(keys) // KEY_BYTES
+        bisected = [group for group in groups if self._bits is None and self.attentions[group].chained]
+        for group in bisected:
+            if (length := self._index.prefix_length(keys[: bound * KEY_BYTES], group)) is None:
+                return None
+            bound = length
+        found = {group: self.presence(keys[: bound * KEY_BYTES], group) for group in groups if group not in bisected}
+        if not found:
+            return bound, found
+        sides = [(self.attentions[group], each.residency != 0, each.sure) for group, each in found.items()]
+        length = longest(bound, ((attention, there) for attention, there, _ in sides))
+        if length < longest(bound, ((attention, there | ~sure) for attention, there, sure in sides)):
             return None
-        windows = {
-            group: Window(self._look_up(keys, group), self.attentions[group], bound)
-            for group in groups
-            if self.attentions[group].span
-        }
-        length = longest(bound, windows.values())
-        return None if length is None else (length, windows)
+        return length, found
 
     def _spans_of(self, keys: bytes, groups: Sequence[int]) -> tuple[GroupSpan, ...] | None:
         """Each group's part of the longest prefix. A residency of 0: the block has left meanwhile."""
         walked = self._walk(keys, groups)
         if walked is None:
             return None
-        length, windows = walked
+        length, known = walked
         return tuple(
-            GroupSpan(group, needed.first, windows[group].residency(length), needed.sinks)
-            if group in windows
-            else GroupSpan(group, 0, self.presence(keys[: length * KEY_BYTES], group).residency.tobytes())
+            GroupSpan(group, needed.first, needed.cut(found.residency.tobytes()), needed.sinks)
             for group in groups
             for needed in [self.attentions[group].needs(length)]
+            for found in [known.get(group) or self.presence(keys[: length * KEY_BYTES], group)]
         )
-
-    def _look_up(self, keys: bytes, group: int) -> LookUp:
-        def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-            found = self.presence(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
-            return found.residency, found.sure
-
-        return look_up
 
 
 def count_leading(wanted: NDArray[np.bool_]) -> int:
