@@ -211,7 +211,8 @@ class AsyncClient:
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """The daemon's statistics."""
-        return wire.daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
+        reply = await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout)
+        return wire.same_fields(DaemonStats, reply)
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches, including caches that no session has open."""
@@ -226,7 +227,7 @@ class AsyncClient:
         number = 0 if session_id is None else wire.session_number(session_id)
         request = wire.message(admin_pb2.LeasesRequest, cache=_name(cache), session_id=number)
         reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
-        return [wire.lease_info(each) for each in reply.leases]
+        return [wire.same_fields(LeaseInfo, each) for each in reply.leases]
 
     async def explain(
         self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
@@ -535,10 +536,10 @@ def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> E
     return Explanation(
         asked=asked,
         keys=tuple(wire.split_keys(message.keys)),
-        blocks=tuple(map(_block, message.blocks)),
+        blocks=tuple(wire.same_fields(BlockExplained, each, parent=each.parent or None) for each in message.blocks),
         past=None,
         gaps=(),
-        as_of=wire.cursor_from_wire(message.as_of_event),
+        as_of=wire.same_fields(Cursor, message.as_of_event),
         time_ns=message.time_ns,
         remote=tuple(
             RemoteExplained(each.cache, each.group, each.there if each.HasField("there") else None)
@@ -571,12 +572,3 @@ async def with_past(now: Explanation, watch: Watch) -> Explanation:
                 break
     clear = len(keys) == 1
     return replace(now, keys=tuple(sorted(keys)[:MOST_KEYS]), past=tuple(past) if clear else (), gaps=tuple(gaps))
-
-
-def _block(message: admin_pb2.ExplainedBlock) -> BlockExplained:
-    copies = tuple(
-        wire.same_fields(CopyExplained, copy, tier=wire.tier_from_wire(copy.tier), state=CopyState(copy.state))
-        for copy in message.copies
-    )
-    leases = tuple(map(wire.lease_info, message.leases))
-    return wire.same_fields(BlockExplained, message, parent=message.parent or None, copies=copies, leases=leases)

@@ -241,7 +241,10 @@ class WriteLease(Lease):
         """
         self.require_live()
         indices = self.blank if at is None else self._places(at)
-        request = commit_request(self, keys, indices, parent, parents, priorities, retention, prompt, release)
+        slots = [self.slots[index] for index in indices]
+        request = commit_request(
+            self.binding.info, keys, slots, parent, parents, priorities, retention, prompt, release
+        )
         request.let_go = not hold
         results = await self._book.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
@@ -462,15 +465,14 @@ class LeaseBook:
     async def store(self, lease: WriteLease, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Commits a piece of a chain in the first slots of a lease, and ends the lease."""
         lease.require_live()
-        places = range(len(part.chain))
-        keys = b"".join(part.chain)
-        request = commit_request(lease, keys, places, None, part.parents, None, part.kept, part.prompt, release=True)
+        info, keys = lease.binding.info, b"".join(part.chain)
+        request = commit_request(info, keys, lease.slots, None, part.parents, None, part.kept, part.prompt, True)
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline
     ) -> list[BlockResult]:
-        request.seq = self._session.next_seq()
+        request.cache_id, request.lease_id, request.seq = lease.binding.cache_id, lease.id, self._session.next_seq()
         self._binder.asked.stored(request.keys)
         if isinstance(memory := lease.memory, CpuMemory) and lease.binding.info.options.checksum == "commit":
             request.checksums = await memory.checksums(lease.cache.group, request.slots)

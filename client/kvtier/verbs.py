@@ -47,7 +47,7 @@ class PageIterator:
             wire.ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
             for key, up, where, rank, pinned in rows
         )
-        return wire.Page(tuple(blocks), wire.cursor_from_wire(reply.as_of_event))
+        return wire.Page(tuple(blocks), wire.same_fields(Cursor, reply.as_of_event))
 
 
 class PagedBlocks:
@@ -111,7 +111,7 @@ class PrefixVerbs:
         spans = (
             wire.GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
         )
-        return wire.Match(reply.blocks, tuple(spans), wire.cursor_from_wire(reply.as_of_event), reply.remote_blocks)
+        return wire.Match(reply.blocks, tuple(spans), wire.same_fields(Cursor, reply.as_of_event), reply.remote_blocks)
 
     async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> wire.TokenMatch:
         """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
