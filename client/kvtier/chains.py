@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
-from kvtier.abi.key_index import Asked, IndexEntries, IndexReader, Presence
+from kvtier.abi.key_index import IndexEntries, IndexReader
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Rows
@@ -207,13 +207,8 @@ class Chains:
         self.block_bytes: Final = [spec.block_bytes(group) for group in range(len(spec.groups))]
 
     def find(self, keys: bytes, group: int) -> IndexEntries:
-        return self._counting(self._index.find(keys, group))
-
-    def presence(self, keys: bytes, group: int) -> Presence:
-        return self._counting(self._index.presence(keys, group))
-
-    def _counting(self, found: Asked) -> Asked:
-        """Limits found residencies to the tiers that count."""
+        """Finds blocks, with residencies in the tiers that count."""
+        found = self._index.find(keys, group)
         if self._bits is None:
             return found
         return replace(found, residency=found.residency & self._bits, sure=np.ones_like(found.sure))
@@ -241,7 +236,7 @@ class Chains:
         return None if length is None else attention.needs(length)
 
     def probe(self, keys: bytes, group: int) -> bytes | None:
-        found = self.presence(keys, group)
+        found = self.find(keys, group)
         return found.residency.tobytes() if found.sure.all() else None
 
     def locate(self, keys: bytes, group: int) -> Locations | None:
@@ -252,7 +247,7 @@ class Chains:
             found.residency, found.device_slots, found.device_generations, found.host_slots, found.host_generations
         )
 
-    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Presence]] | None:
+    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, IndexEntries]] | None:
         """The longest prefix, and the blocks that were looked up for it: none in groups that a bisection answers for.
         None: uncertain."""
         bound = len(keys) // KEY_BYTES
@@ -261,7 +256,7 @@ class Chains:
             if (length := self._index.prefix_length(keys[: bound * KEY_BYTES], group)) is None:
                 return None
             bound = length
-        found = {group: self.presence(keys[: bound * KEY_BYTES], group) for group in groups if group not in bisected}
+        found = {group: self.find(keys[: bound * KEY_BYTES], group) for group in groups if group not in bisected}
         if not found:
             return bound, found
         sides = [(self.attentions[group], each.residency != 0, each.sure) for group, each in found.items()]
@@ -280,7 +275,7 @@ class Chains:
             GroupSpan(group, needed.first, needed.cut(found.residency.tobytes()), needed.sinks)
             for group in groups
             for needed in [self.attentions[group].needs(length)]
-            for found in [known.get(group) or self.presence(keys[: length * KEY_BYTES], group)]
+            for found in [known.get(group) or self.find(keys[: length * KEY_BYTES], group)]
         )
 
 

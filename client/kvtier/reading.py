@@ -142,7 +142,7 @@ class Reader:
             return None  # the mapping is of a daemon that is gone: the next daemon may lack its blocks
         if mapping is None or not are_distinct(keys):
             return None
-        there = mapping.chains.presence(keys, group).residency != 0
+        there = mapping.chains.find(keys, group).residency != 0
         if not mapping.chains.attentions[group].chained:
             absent: Sequence[int] = np.flatnonzero(~there).tolist()
             used = np.flatnonzero(there).tolist()

@@ -106,16 +106,16 @@ def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
 
 def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
     index = Index([set(), set(range(8)), set(), set(), set()])
-    reader, find = index.chains._index, index.chains._index.presence
+    reader, look_up = index.chains._index, index.chains._index.find
 
     class Leaving:
         prefix_length = reader.prefix_length
         shown = reader.shown
 
-        def presence(self, keys: bytes, group: int) -> object:
+        def find(self, keys: bytes, group: int) -> object:
             for place in (7, 6, 5):  # a block never outlives its parent
                 index.put(FULL, place, 0)
-            return find(keys, group)
+            return look_up(keys, group)
 
     chains = Chains(Leaving(), SPEC)  # type: ignore[arg-type]
     match = chains.match(PACKED[: 8 * 32], [FULL])
