@@ -25,7 +25,7 @@ from kvtier.buffers import Rows
 from kvtier.errors import InvalidArgument, require_kind
 from kvtier.retention import BlockRetention
 from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
-from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
+from kvtier.wire import GroupSpan, Location, Match, locations, packed_keys, split_keys
 
 
 def longest(bound: int, sides: Iterable[tuple[Attention, NDArray[np.bool_]]]) -> int:
@@ -239,13 +239,12 @@ class Chains:
         found = self.find(keys, group)
         return found.residency.tobytes() if found.sure.all() else None
 
-    def locate(self, keys: bytes, group: int) -> Locations | None:
+    def locate(self, keys: bytes, group: int) -> list[Location] | None:
         found = self.find(keys, group)
+        places = found.device_slots, found.device_generations, found.host_slots, found.host_generations
         if not found.sure.all():
             return None
-        return Locations(
-            found.residency, found.device_slots, found.device_generations, found.host_slots, found.host_generations
-        )
+        return locations(found.residency.tolist(), *(column.tolist() for column in places))
 
     def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, IndexEntries]] | None:
         """The longest prefix, and the blocks that were looked up for it: none in groups that a bisection answers for.

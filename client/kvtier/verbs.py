@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, Self
 
-import numpy as np
-
 from kvtier import wire
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
@@ -190,22 +188,16 @@ class GroupVerbs(PrefixVerbs):
         residency = dict(zip(once, reply.residency, strict=True))
         return bytes(residency[key] for key in each)
 
-    async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> wire.Locations:
+    async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> list[wire.Location]:
         """Tier, slot and generation of each key. No side effect."""
         packed = wire.packed_keys(keys)
         await in_turn(timeout)
         found = self.reader.locate(packed, self.group)
         if found is not None:
             return found
-
         reply = await self._ask_locate(packed, timeout)
-        return wire.Locations(
-            np.frombuffer(reply.residency, dtype=np.uint8),
-            np.array(reply.device_slots, dtype=np.uint32),
-            np.array(reply.device_generations, dtype=np.uint64),
-            np.array(reply.host_slots, dtype=np.uint32),
-            np.array(reply.host_generations, dtype=np.uint64),
-        )
+        on_device = reply.device_slots, reply.device_generations
+        return wire.locations(reply.residency, *on_device, reply.host_slots, reply.host_generations)
 
     def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> PageIterator:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""

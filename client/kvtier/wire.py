@@ -7,12 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumType
 from functools import cache, partial
-from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from kvtier import types
 from kvtier.abi.attention import Needed
@@ -116,49 +115,24 @@ class Location:
     host_generation: int | None
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Locations(Sequence[Location]):
-    """The places of many keys' bytes: a sequence of :class:`Location`, kept as one array per field.
-
-    If ``residency`` lacks a tier, the arrays' slots and generations of that tier are meaningless, and None in a
-    :class:`Location`. Equal to any sequence of the same locations.
-    """
-
-    residency: NDArray[np.uint8]
-    device_slots: NDArray[np.uint32]
-    device_generations: NDArray[np.uint64]
-    host_slots: NDArray[np.uint32]
-    host_generations: NDArray[np.uint64]
-
-    def __len__(self) -> int:
-        return len(self.residency)
-
-    @overload
-    def __getitem__(self, index: int) -> Location: ...
-    @overload
-    def __getitem__(self, index: slice) -> Locations: ...
-    def __getitem__(self, index: int | slice) -> Location | Locations:
-        if isinstance(index, slice):
-            return Locations(*(getattr(self, column.name)[index] for column in fields(self)))
-        residency = int(self.residency[index])
-        on_device, on_host = residency & types.Tier.DEVICE.bit, residency & types.Tier.HOST.bit
-        return Location(
-            residency,
-            int(self.device_slots[index]) if on_device else None,
-            int(self.device_generations[index]) if on_device else None,
-            int(self.host_slots[index]) if on_host else None,
-            int(self.host_generations[index]) if on_host else None,
+def locations(
+    residency: Sequence[int],
+    device_slots: Sequence[int],
+    device_generations: Sequence[int],
+    host_slots: Sequence[int],
+    host_generations: Sequence[int],
+) -> list[Location]:
+    """The places, from a column for each field. Values of a tier that a residency lacks are meaningless."""
+    on_device = zip(device_slots, device_generations, strict=True)
+    on_host = zip(host_slots, host_generations, strict=True)
+    return [
+        Location(
+            tiers,
+            *(device if tiers & types.Tier.DEVICE.bit else (None, None)),
+            *(host if tiers & types.Tier.HOST.bit else (None, None)),
         )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
-            return NotImplemented
-        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]  # as a list has none
-
-    def __repr__(self) -> str:
-        return f"Locations({list(self)!r})"
+        for tiers, device, host in zip(residency, on_device, on_host, strict=True)
+    ]
 
 
 @dataclass(slots=True, frozen=True)

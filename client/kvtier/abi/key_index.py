@@ -173,8 +173,8 @@ class IndexEntries:
 
     @classmethod
     def nothing(cls, count: int, *, sure: bool) -> Self:
-        places = (np.zeros(count, kind) for kind in (np.uint32, np.uint64, np.uint32, np.uint64))
-        return cls(np.zeros(count, np.uint8), np.full(count, sure), *places)
+        slots, generations = np.zeros((2, count), np.uint32), np.zeros((2, count), np.uint64)
+        return cls(np.zeros(count, np.uint8), np.full(count, sure), slots[0], generations[0], slots[1], generations[1])
 
 
 class Buckets:

@@ -216,10 +216,10 @@ class Leader:
     def sources(self, keys: bytes) -> dict[str, int]:
         """Counts the stored blocks by the fastest tier that has them, in the first full-attention group."""
         cache = self._cache
-        found = None if cache is None else cache.reader.locate(keys, self._full[0])
+        found = None if cache is None else cache.reader.probe(keys, self._full[0])
         if found is None:
             return {"host": 0, "disk": 0}
-        residency = np.frombuffer(bytes(found.residency), np.uint8)
+        residency = np.frombuffer(found, np.uint8)
         host = int(np.count_nonzero(residency & (Tier.DEVICE.bit | Tier.HOST.bit)))
         return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
 
