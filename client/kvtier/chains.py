@@ -215,18 +215,39 @@ class Chains:
 
     def prefix_length(self, keys: bytes, groups: Sequence[int]) -> int | None:
         """The longest prefix of the chain that these groups can serve together."""
-        walked = self._walk(keys, groups)
-        return None if walked is None else walked[0]
+        bound, others = len(keys) // KEY_BYTES, list[int]()
+        for group in groups:
+            if self._bits is not None or not self.attentions[group].chained:
+                others.append(group)
+            elif (length := self._index.prefix_length(keys[: bound * KEY_BYTES], group)) is None:
+                return None
+            else:
+                bound = length
+        if all(self._needed(keys, group, bound).all() for group in others):
+            return bound
+        found = [(self.attentions[group], self.find(keys[: bound * KEY_BYTES], group)) for group in others]
+        length = longest(bound, ((attention, each.residency != 0) for attention, each in found))
+        most = longest(bound, ((attention, (each.residency != 0) | ~each.sure) for attention, each in found))
+        return length if length == most else None
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
         for _ in range(_TRIES):
             as_of = Cursor(*self._index.shown())
-            found = self._spans_of(keys, groups)
-            if found is None:
+            length = self.prefix_length(keys, groups)
+            if length is None:
                 return None
-            if all(all(span.residency) for span in found):
-                return Match(found[0].blocks, found, as_of)
+            spans = tuple(
+                GroupSpan(group, needed.first, self._needed(keys, group, length).tobytes(), needed.sinks)
+                for group in groups
+                for needed in [self.attentions[group].needs(length)]
+            )
+            if all(all(span.residency) for span in spans):  # else a block has left meanwhile
+                return Match(length, spans, as_of)
         return None
+
+    def _needed(self, keys: bytes, group: int, length: int) -> NDArray[np.uint8]:
+        """The residencies of the blocks that a prefix of ``length`` blocks needs in a group."""
+        return self.find(self.attentions[group].needs(length).cut(keys, KEY_BYTES), group).residency
 
     def wanted(self, keys: bytes, group: int) -> Needed | None:
         """The blocks of a chain to copy: in a full-attention group all that are there, else the needs of the longest
@@ -245,37 +266,6 @@ class Chains:
         if not found.sure.all():
             return None
         return locations(found.residency.tolist(), *(column.tolist() for column in places))
-
-    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, IndexEntries]] | None:
-        """The longest prefix, and the blocks that were looked up for it: none in groups that a bisection answers for.
-        None: uncertain."""
-        bound = len(keys) // KEY_BYTES
-        bisected = [group for group in groups if self._bits is None and self.attentions[group].chained]
-        for group in bisected:
-            if (length := self._index.prefix_length(keys[: bound * KEY_BYTES], group)) is None:
-                return None
-            bound = length
-        found = {group: self.find(keys[: bound * KEY_BYTES], group) for group in groups if group not in bisected}
-        if not found:
-            return bound, found
-        sides = [(self.attentions[group], each.residency != 0, each.sure) for group, each in found.items()]
-        length = longest(bound, ((attention, there) for attention, there, _ in sides))
-        if length < longest(bound, ((attention, there | ~sure) for attention, there, sure in sides)):
-            return None
-        return length, found
-
-    def _spans_of(self, keys: bytes, groups: Sequence[int]) -> tuple[GroupSpan, ...] | None:
-        """Each group's part of the longest prefix. A residency of 0: the block has left meanwhile."""
-        walked = self._walk(keys, groups)
-        if walked is None:
-            return None
-        length, known = walked
-        return tuple(
-            GroupSpan(group, needed.first, needed.cut(found.residency.tobytes()), needed.sinks)
-            for group in groups
-            for needed in [self.attentions[group].needs(length)]
-            for found in [known.get(group) or self.find(keys[: length * KEY_BYTES], group)]
-        )
 
 
 def count_leading(wanted: NDArray[np.bool_]) -> int:

@@ -89,14 +89,6 @@ _MANY: Final = 1024
 """Keys looked up at a time: their buckets stay in the processor's caches."""
 
 
-class Homes(NamedTuple):
-    """The buckets and tags of many keys. Buckets are signed like numpy's indices, which makes lookups faster."""
-
-    first: I64
-    second: I64
-    tags: U32
-
-
 class KeyMix:
     """Computes the buckets and tags of keys. ``seed``: 32 bytes; ``buckets``: under 2^32."""
 
@@ -121,8 +113,8 @@ class KeyMix:
         low = mixed & _LOW ^ high
         return high * self._buckets >> 32, low * self._buckets >> 32, low ^ high
 
-    def many(self, keys: U64, group: int) -> Homes:
-        """Like :meth:`one`, for ``keys``, [n, 4]."""
+    def many(self, keys: U64, group: int) -> tuple[I64, I64, U32]:
+        """Like :meth:`one`, for ``keys``, [n, 4]. Buckets are signed like numpy's indices, which is faster."""
         words = keys.T.copy()  # numpy is faster on long rows
         words *= self._seeds
         words ^= words >> _HALF
@@ -134,17 +126,10 @@ class KeyMix:
         mixed += np.uint64((group + 1) * _GROUP & _MASK)
         mixed ^= mixed >> _HALF
         mixed *= _FINAL_U64
-        count = len(mixed)
-        halves = np.empty(2 * count, np.uint64)
-        high, low = halves[:count], halves[count:]
-        np.right_shift(mixed, _HALF, high)
-        np.bitwise_and(mixed, _LOW_U64, low)
-        tags = low.astype(np.uint32)
-        low ^= high
-        halves *= self._count
-        halves >>= _HALF
-        buckets = halves.view(np.int64)
-        return Homes(buckets[:count], buckets[count:], tags)
+        high = mixed >> _HALF
+        low = mixed & _LOW_U64 ^ high
+        first, second = ((half * self._count >> _HALF).view(np.int64) for half in (high, low))
+        return first, second, mixed.astype(np.uint32)
 
 
 class IndexEntry(NamedTuple):
