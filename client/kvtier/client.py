@@ -17,7 +17,7 @@ from kvtier import wire
 from kvtier.abi import attach as protocol
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Request, Response, send
+from kvtier.arena import Binder, Request, Response, send
 from kvtier.cache import Cache
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
@@ -159,18 +159,9 @@ class AsyncClient:
                 spec.validate()
         except InvalidArgument as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None
-        cache = Cache(
-            self._session,
-            name,
-            spec,
-            budgets,
-            options,
-            device,
-            write=write,
-            mapped=mapped,
-            default_timeout=self._default_timeout,
-        )
-        await cache.open(timeout)
+        binder = Binder(self._session, name, spec, budgets, options, device or "", write=write, mapped=mapped)
+        cache = Cache(binder, self._default_timeout)
+        await self._session.call(binder.bind, self._deadline(timeout))
         return cache
 
     def watch(
@@ -234,13 +225,9 @@ class AsyncClient:
     ) -> Explanation:
         """Locates a block and its holders, in every cache that the caller may read or watch. Not a use of the block.
 
-        Args:
-            key: the whole key, or at least its first 4 bytes, as bytes or in hex.
-            cache: look in this cache only.
-            past: add the block's events in the log, if the caller may watch.
-
-        Raises:
-            NotFound: the cache does not exist.
+        ``key``: the whole key, or at least its first 4 bytes, as bytes or in hex. ``cache``: look in this cache only.
+        ``past``: add the block's events in the log, if the caller may watch. Raises :class:`kvtier.errors.NotFound` if
+        the cache does not exist.
         """
         asked = wire.key_prefix("key", key, SHORTEST_PREFIX)
         request = wire.message(admin_pb2.ExplainRequest, cache=_name(cache), key=asked)
@@ -267,14 +254,9 @@ class AsyncClient:
     async def holdings(self, keys: wire.Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
         """How much of a chain the daemon and its peers hold, in every cache that the caller may read or watch.
 
-        The daemon answers without asking its peers. Not a use of the blocks.
-
-        Args:
-            keys: keys of a chain, or, as bytes, the first 4 to 31 bytes of one key.
-            cache: look in this cache only.
-
-        Raises:
-            NotFound: the cache does not exist.
+        The daemon answers without asking its peers. Not a use of the blocks. ``keys``: of a chain, or, as bytes, the
+        first 4 to 31 bytes of one key. ``cache``: look in this cache only. Raises :class:`kvtier.errors.NotFound` if it
+        does not exist.
         """
         if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
             asked = wire.key_prefix("keys", keys, SHORTEST_PREFIX)
