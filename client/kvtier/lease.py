@@ -498,7 +498,9 @@ class LeaseBook:
                 lease._set_given_back(blank, False)
             raise
         if request.release:
-            self._forget([lease])
+            lease.released = True
+            self._leases.discard(lease)
+            self._untouched([lease])
             self._ending.discard(lease)
         return [BlockResult(result) for result in reply.results]
 
@@ -572,13 +574,6 @@ class LeaseBook:
         for binding in {lease.binding for lease in others}:
             await self._binder.release(binding, [lease.id for lease in others if lease.binding is binding], deadline)
         self._ending.difference_update(leases)
-
-    def _forget(self, leases: Sequence[Lease]) -> None:
-        """Marks leases as ended, here and in the session."""
-        for lease in leases:
-            lease.released = True
-            self._leases.discard(lease)
-        self._untouched(leases)
 
     def _untouched(self, leases: Sequence[Lease]) -> None:
         for lease in leases:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumType
@@ -31,15 +31,14 @@ class Held(Generic[T]):
     """A pending ``connect``, ``reserve`` or ``acquire``: await it for the client or the lease, or enter it to close or
     release that at the end."""
 
-    def __init__(self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Awaitable[None]]) -> None:
+    def __init__(
+        self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> None:
         self.take = take
         """Takes the lease. The caller must release it."""
-        self._give_back = give_back
-        self._held: list[T] = []
-
-    async def give_back(self, lease: T) -> None:
+        self.give_back = give_back
         """Releases a lease that :attr:`take` returned."""
-        await self._give_back(lease)
+        self._held: list[T] = []
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.take().__await__()
