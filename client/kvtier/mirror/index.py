@@ -86,14 +86,8 @@ class MirrorIndex:
         return map(_block, now.keys(), now.values())
 
     def match(self, cache: str, keys: bytes, tiers: int, group: int | None = None) -> tuple[GroupSpan, ...]:
-        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group.
-
-        Args:
-            tiers: bits of the tiers that count.
-
-        Returns:
-            Nothing if the cache does not exist. See :mod:`kvtier.chains`.
-        """
+        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group: see
+        :mod:`kvtier.chains`. ``tiers``: bits of the tiers that count. Nothing if the cache does not exist."""
         return self._known(cache).match(keys, tiers, group)
 
     def fingerprint(self, cache: str) -> bytes | None:
