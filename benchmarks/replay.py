@@ -136,7 +136,7 @@ def main() -> None:
     asked = parser.parse_args()
     numbers: dict[int, int] = {}
     requests = asyncio.run(read(asked.trace, asked.requests))
-    prompts = [[numbers.setdefault(block, len(numbers)) for block in request.ids] for request in requests]
+    prompts = [[numbers.setdefault(block, len(numbers)) for block in request] for request in requests]
     chosen = [name for name in asked.engines if name == "kvtier" or asked.peers]
     interpreters = {name: OURS if name == "kvtier" else (asked.peers, asked.path) for name in chosen}
     records: defaultdict[tuple[Row, str], list[Record]] = defaultdict(list)

@@ -72,7 +72,6 @@ from kvtier.memory.planes import Planes as Planes
 from kvtier.watch import Watch as Watch
 from kvtier.wire import (
     Location as Location,
-    Locations as Locations,
     Match as Match,
     ReadCounts as ReadCounts,
     TokenMatch as TokenMatch,

@@ -219,7 +219,7 @@ class Binder:
         the memory, if the session can."""
         self.session: Final = session
         self.write: Final = bool(write)  # numpy's bool is not JSON
-        self._name = name
+        self.name: Final = name
         self._asked = spec
         self._spec = spec
         self._wanted = {
@@ -271,7 +271,7 @@ class Binder:
     def binding(self) -> Binding:
         """The last binding. Raises :class:`ClientClosed` if the cache was never opened."""
         if self._binding is None:
-            raise errors.ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
+            raise errors.ClientClosed(f"cache {self.name} is not open", reason="CLOSED")
         return self._binding
 
     @property
@@ -299,7 +299,7 @@ class Binder:
         try:
             await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S), wait=_FOLLOW_S)
         except (errors.KvtierError, OSError) as error:  # OSError: no memory or descriptor is left for the mapping
-            _log.debug("cache %s is not opened again: %s", self._name, error)
+            _log.debug("cache %s is not opened again: %s", self.name, error)
             mapped.stale = True  # the next read calls the daemon and gets the error
 
     async def bind(self, link: Link, *, create: bool = True) -> Binding:
@@ -307,21 +307,21 @@ class Binder:
         missing cache. Raises :class:`ClientClosed`."""
         async with self._lock:
             if self._closed:
-                raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
+                raise errors.ClientClosed(f"cache {self.name} was closed", reason="CLOSED")
             if self._binding is not None and self._binding.session == link.session:
                 return self._binding
             named = self._asked if create else None
             wanted: dict[str, Any] = self._wanted if create else {}
             told = None if named is None else spec_to_wire(named)
             seq = self.session.next_seq()
-            request = message(caches_pb2.OpenRequest, name=self._name, spec=told, seq=seq, **wanted)
+            request = message(caches_pb2.OpenRequest, name=self.name, spec=told, seq=seq, **wanted)
             reply = await send(link, lambda stubs: stubs.caches.Open, request)
             if reply.kept:
-                _log.warning("cache %s keeps its former budgets and write policy: %s", self._name, reply.kept)
+                _log.warning("cache %s keeps its former budgets and write policy: %s", self.name, reply.kept)
             info = cache_info(reply.info)
             spec = self._spec or info.spec
             if named is None and info.spec.fingerprint() != spec.fingerprint():
-                raise errors.SpecMismatch("spec", info.spec, f"that of the cache {self._name} that was opened first")
+                raise errors.SpecMismatch("spec", info.spec, f"that of the cache {self.name} that was opened first")
             mapped = await self._map(link, reply.cache_id, spec) if self.maps else None
             before, self._binding = self._binding, Binding(link.session, reply.cache_id, mapped, info)
             self._spec = spec

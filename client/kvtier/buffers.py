@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -333,45 +333,35 @@ async def run_copy(copy: Callable[[], T], nbytes: int, *, waits: bool = False) -
     return copying.result()
 
 
-def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
-    """Writes blocks into slots. Raises IndexError for a slot that does not exist. ``pools``: one 2-D view per pool, a
-    row per slot."""
+def _copy_slots(
+    pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages, *, to_slots: bool
+) -> None:
+    """Copies blocks into slots, or out of them. Raises IndexError for a slot that does not exist. ``pools``: one 2-D
+    view per pool, a row per slot."""
     index = checked(pools, slots)
     if isinstance(blocks, Pages):
-        return blocks.copy(pools, index.tolist(), to_slots=True)
+        return blocks.copy(pools, index.tolist(), to_slots=to_slots)
 
     def copy(start: int, end: int) -> None:
         some, rows, offset = index[start:end], blocks[start:end], 0
-        for pool in pools:
-            part = slice(offset, offset + pool.shape[1])
-            if isinstance(rows, np.ndarray):
-                pool[some] = rows[:, part]  # one call, so one wait for the GIL beside a busy thread
-            else:
-                for slot, row in zip(some.tolist(), rows, strict=True):
-                    np.copyto(pool[slot], row[part])
-            offset = part.stop
-
-    _in_parts(copy, pools, len(index))
-
-
-def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
-    """Reads slots into blocks. Raises IndexError for a slot that does not exist."""
-    index = checked(pools, slots)
-    if isinstance(blocks, Pages):
-        return blocks.copy(pools, index.tolist(), to_slots=False)
-
-    def copy(start: int, end: int) -> None:
-        some, rows, offset = index[start:end], blocks[start:end], 0
-        if isinstance(rows, np.ndarray) and len(pools) == 1 and pools[0].flags.c_contiguous:
+        # One array takes one call, so one wait for the GIL beside a busy thread.
+        if isinstance(rows, np.ndarray) and not to_slots and len(pools) == 1 and pools[0].flags.c_contiguous:
             pools[0].take(some, axis=0, out=rows, mode="clip")
             return
         for pool in pools:
             part = slice(offset, offset + pool.shape[1])
-            for slot, row in zip(some.tolist(), rows, strict=True):
-                np.copyto(row[part], pool[slot])
+            if isinstance(rows, np.ndarray) and to_slots:
+                pool[some] = rows[:, part]
+            else:
+                for slot, row in zip(some.tolist(), rows, strict=True):
+                    np.copyto(*((pool[slot], row[part]) if to_slots else (row[part], pool[slot])))
             offset = part.stop
 
     _in_parts(copy, pools, len(index))
+
+
+into_slots: Final = partial(_copy_slots, to_slots=True)
+out_of_slots: Final = partial(_copy_slots, to_slots=False)
 
 
 def checked(pools: Sequence[Bytes], slots: Slots) -> NDArray[np.intp]:

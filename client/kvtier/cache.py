@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, overload
 
 from kvtier.abi.keys import PLAIN, Scope, TokenIds
-from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, MappedArena, send
 from kvtier.buffers import Blocks
 from kvtier.chains import Prompt
@@ -16,12 +15,11 @@ from kvtier.groups import AcrossGroups, ChainVerbs
 from kvtier.lease import Lease, LeaseBook, ReadLease, WriteLease
 from kvtier.memory.gpu import Fence, Stream, fence_over
 from kvtier.reading import Reader
-from kvtier.session import Session
 from kvtier.transport import Link
-from kvtier.types import AnyTier, BlockResult, CacheInfo, CacheOptions, LeaseTicket, ReadTicket, Tier, WriteTicket
+from kvtier.types import AnyTier, BlockResult, CacheInfo, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs
-from kvtier.wire import MAX_COUNT, Budgets, Held, as_tier
+from kvtier.wire import MAX_COUNT, Held, as_tier
 
 
 class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVerbs):
@@ -34,23 +32,9 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
     Verbs and sizes belong to one window group, initially group 0: see :meth:`in_group` and :attr:`across`.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        name: str,
-        spec: CacheSpec | None,
-        budgets: Budgets | None,
-        options: CacheOptions | None,
-        device: str | None,
-        *,
-        write: bool,
-        mapped: bool,
-        default_timeout: float,
-    ) -> None:
-        binder = Binder(session, name, spec, budgets, options, device or "", write=write, mapped=mapped)
+    def __init__(self, binder: Binder, default_timeout: float) -> None:
         super().__init__(binder, LeaseBook(binder, self._deadline), Reader(binder), [0], default_timeout)
-        self.name: Final = name
-        self._session = session
+        self.name: Final = binder.name
 
     def __repr__(self) -> str:
         slots = ", ".join(f"{self.slots(tier)} {tier} slots" for tier in self.tiers)
@@ -101,7 +85,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
     def session_number(self) -> int:
         """The session's number. The number rises when the daemon no longer knows the previous session, whose leases are
         lost."""
-        return self._session.number
+        return self._binder.session.number
 
     def slots(self, tier: AnyTier) -> int:
         """Capacity of a tier in blocks; 0 if the cache lacks the tier."""
@@ -183,7 +167,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         await self.reader.recency.tell()
         if not self._binder.close():
             return
-        binding, seq = self._binder.binding, self._session.next_seq()
+        binding, seq = self._binder.binding, self._binder.session.next_seq()
 
         async def attempt(link: Link) -> None:
             if link.session == binding.session:
@@ -191,7 +175,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
                 await send(link, lambda stubs: stubs.caches.Close, request)
 
         try:
-            await self._session.call(attempt, deadline)
+            await self._binder.session.call(attempt, deadline)
         except UNHEARD:
             self._binder.later(self._binder.until_answered(attempt), "closing")
             raise
@@ -199,15 +183,6 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
         await self._book.release(self._book.out, stream, timeout)
-
-    async def open(self, timeout: float | None = None) -> None:
-        """Opens the cache in the daemon and maps its memory. The client calls this; later calls reopen the cache if
-        necessary."""
-
-        async def attempt(link: Link) -> None:
-            await self._binder.bind(link)
-
-        await self._session.call(attempt, self._deadline(timeout))
 
     @property
     def _owners(self) -> Sequence[Cache]:

@@ -2,15 +2,15 @@
 
 This prefix has the largest n for which every full-attention group holds blocks [0, n), and every group of a sliding
 window of w tokens holds its sinks and the blocks that cover tokens [max(0, n * tokens_per_block - w), n *
-tokens_per_block). The walk starts at the bound of the full groups and goes down. A minimum of separate matches would
-be wrong: a longer prefix may be served where a shorter one is not.
+tokens_per_block). A minimum of separate matches would be wrong: a longer prefix may be served where a shorter one is
+not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,82 +18,25 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
-from kvtier.abi.key_index import Asked, IndexEntries, IndexReader, Presence
+from kvtier.abi.key_index import IndexEntries, IndexReader
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Rows
 from kvtier.errors import InvalidArgument, require_kind
 from kvtier.retention import BlockRetention
 from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
-from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
-
-_LEAST_LOOKED_UP: Final = 64
-"""Least number of keys of a sliding group per lookup; a lookup takes its window, or as many keys again, if that is
-more."""
-
-LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.bool_]]]
-"""Looks up blocks [start, stop) of the chain. Returns residencies, 0 = absent, and whether each absence is certain."""
+from kvtier.wire import GroupSpan, Location, Match, locations, packed_keys, split_keys
 
 
-class Window:
-    """A group's side of a match of at most ``bound`` blocks. Looks up as few keys as possible: the sinks, then from the
-    end on."""
-
-    def __init__(self, look_up: LookUp, attention: Attention, bound: int) -> None:
-        self._find = look_up
-        self._attention = attention
-        self._sinks_known = not attention.sinks
-        self._low = bound
-        """Blocks from here up to ``bound`` have been looked up."""
-        self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
-        self._sure: NDArray[np.bool_] = np.ones(bound, np.bool_)
-
-    def residency(self, length: int) -> bytes:
-        """The residencies of the blocks that a prefix of ``length`` blocks needs, which have been looked up."""
-        return self._attention.needs(length).cut(self._residency.tobytes())
-
-    def unbroken(self, length: int) -> int | None:
-        """Maps a prefix length to the largest usable length not above it; None if that is uncertain."""
-        if not self._sinks_known:
-            self._sinks_known = True
-            sinks, sure = self._find(0, min(self._attention.sinks, length))
-            self._residency[: len(sinks)] = sinks
-            kept = count_leading(sinks != 0)
-            if kept < len(sinks):
-                if not sure[kept]:
-                    return None
-                length = kept
-        while True:
-            first = self._attention.first_block(length)
-            self._look_up(first)
-            holes = np.flatnonzero(self._residency[first:length] == 0)
-            if not len(holes):
-                return length
-            hole = first + int(holes[-1])
-            there = np.flatnonzero(self._residency[self._low : hole])
-            length = self._low + (int(there[-1]) + 1 if len(there) else 0)  # ends with a block that is there
-            if not self._sure[length : hole + 1].all():
-                return None
-
-    def _look_up(self, first: int) -> None:
-        if first >= self._low:
-            return
-        known = len(self._residency) - self._low
-        start = max(0, min(first, self._low - max(self._attention.span, _LEAST_LOOKED_UP, known)))
-        self._residency[start : self._low], self._sure[start : self._low] = self._find(start, self._low)
-        self._low = start
-
-
-def longest(bound: int, windows: Collection[Window]) -> int | None:
-    """The longest prefix of at most ``bound`` blocks (the full groups' bound) that no window breaks; None if that is
-    uncertain."""
-    length: int | None = bound
-    before = None
-    while length != before:
-        before = length
-        for window in windows:
-            length = window.unbroken(length) if length is not None else None
-    return length
+def longest(bound: int, sides: Iterable[tuple[Attention, NDArray[np.bool_]]]) -> int:
+    """Returns the longest prefix of at most ``bound`` blocks for which every group has the blocks that it needs. Each
+    side: a group's attention, and whether it has each of the first ``bound`` blocks."""
+    served, lengths = np.ones(bound + 1, np.bool_), np.arange(bound + 1)
+    for attention, there in sides:
+        holes = np.concatenate(([0], np.cumsum(~there)))
+        first = np.maximum(0, lengths - (attention.span or bound))
+        served &= (holes == holes[first]) & (holes[np.minimum(first, attention.sinks)] == 0)
+    return int(np.flatnonzero(served)[-1])
 
 
 class Prompt:
@@ -264,98 +207,65 @@ class Chains:
         self.block_bytes: Final = [spec.block_bytes(group) for group in range(len(spec.groups))]
 
     def find(self, keys: bytes, group: int) -> IndexEntries:
-        return self._counting(self._index.find(keys, group))
-
-    def presence(self, keys: bytes, group: int) -> Presence:
-        return self._counting(self._index.presence(keys, group))
-
-    def _counting(self, found: Asked) -> Asked:
-        """Limits found residencies to the tiers that count."""
+        """Finds blocks, with residencies in the tiers that count."""
+        found = self._index.find(keys, group)
         if self._bits is None:
             return found
         return replace(found, residency=found.residency & self._bits, sure=np.ones_like(found.sure))
 
     def prefix_length(self, keys: bytes, groups: Sequence[int]) -> int | None:
         """The longest prefix of the chain that these groups can serve together."""
-        if len(groups) == 1:
-            return self._length_in(keys, groups[0])
-        walked = self._walk(keys, groups)
-        return None if walked is None else walked[0]
-
-    def _length_in(self, keys: bytes, group: int) -> int | None:
-        bound, attention = len(keys) // KEY_BYTES, self.attentions[group]
-        if attention.span:
-            return Window(self._look_up(keys, group), attention, bound).unbroken(bound)
-        if self._bits is None and attention.chained:
-            return self._index.prefix_length(keys, group)
-        found = self.presence(keys, group)
-        length = count_leading(found.residency != 0)
-        return length if length == bound or found.sure[length] else None
+        bound, others = len(keys) // KEY_BYTES, list[int]()
+        for group in groups:
+            if self._bits is not None or not self.attentions[group].chained:
+                others.append(group)
+            elif (length := self._index.prefix_length(keys[: bound * KEY_BYTES], group)) is None:
+                return None
+            else:
+                bound = length
+        if all(self._needed(keys, group, bound).all() for group in others):
+            return bound
+        found = [(self.attentions[group], self.find(keys[: bound * KEY_BYTES], group)) for group in others]
+        length = longest(bound, ((attention, each.residency != 0) for attention, each in found))
+        most = longest(bound, ((attention, (each.residency != 0) | ~each.sure) for attention, each in found))
+        return length if length == most else None
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
         for _ in range(_TRIES):
             as_of = Cursor(*self._index.shown())
-            found = self._spans_of(keys, groups)
-            if found is None:
+            length = self.prefix_length(keys, groups)
+            if length is None:
                 return None
-            if all(all(span.residency) for span in found):
-                return Match(found[0].blocks, found, as_of)
+            spans = tuple(
+                GroupSpan(group, needed.first, self._needed(keys, group, length).tobytes(), needed.sinks)
+                for group in groups
+                for needed in [self.attentions[group].needs(length)]
+            )
+            if all(all(span.residency) for span in spans):  # else a block has left meanwhile
+                return Match(length, spans, as_of)
         return None
+
+    def _needed(self, keys: bytes, group: int, length: int) -> NDArray[np.uint8]:
+        """The residencies of the blocks that a prefix of ``length`` blocks needs in a group."""
+        return self.find(self.attentions[group].needs(length).cut(keys, KEY_BYTES), group).residency
 
     def wanted(self, keys: bytes, group: int) -> Needed | None:
         """The blocks of a chain to copy: in a full-attention group all that are there, else the needs of the longest
         prefix. None if that is uncertain."""
         attention = self.attentions[group]
-        length = self._length_in(keys, group) if attention.span else len(keys) // KEY_BYTES
+        length = self.prefix_length(keys, [group]) if attention.span else len(keys) // KEY_BYTES
         return None if length is None else attention.needs(length)
 
     def probe(self, keys: bytes, group: int) -> bytes | None:
-        found = self.presence(keys, group)
+        found = self.find(keys, group)
         return found.residency.tobytes() if found.sure.all() else None
 
-    def locate(self, keys: bytes, group: int) -> Locations | None:
+    def locate(self, keys: bytes, group: int) -> list[Location] | None:
         found = self.find(keys, group)
+        places = found.device_slots, found.device_generations, found.host_slots, found.host_generations
         if not found.sure.all():
             return None
-        return Locations(
-            found.residency, found.device_slots, found.device_generations, found.host_slots, found.host_generations
-        )
-
-    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Window]] | None:
-        bound: int | None = len(keys) // KEY_BYTES
-        for group in groups:
-            if not self.attentions[group].span and bound:
-                bound = self._length_in(keys[: bound * KEY_BYTES], group)
-        if bound is None:
-            return None
-        windows = {
-            group: Window(self._look_up(keys, group), self.attentions[group], bound)
-            for group in groups
-            if self.attentions[group].span
-        }
-        length = longest(bound, windows.values())
-        return None if length is None else (length, windows)
-
-    def _spans_of(self, keys: bytes, groups: Sequence[int]) -> tuple[GroupSpan, ...] | None:
-        """Each group's part of the longest prefix. A residency of 0: the block has left meanwhile."""
-        walked = self._walk(keys, groups)
-        if walked is None:
-            return None
-        length, windows = walked
-        return tuple(
-            GroupSpan(group, needed.first, windows[group].residency(length), needed.sinks)
-            if group in windows
-            else GroupSpan(group, 0, self.presence(keys[: length * KEY_BYTES], group).residency.tobytes())
-            for group in groups
-            for needed in [self.attentions[group].needs(length)]
-        )
-
-    def _look_up(self, keys: bytes, group: int) -> LookUp:
-        def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-            found = self.presence(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
-            return found.residency, found.sure
-
-        return look_up
+        return locations(found.residency.tolist(), *(column.tolist() for column in places))
 
 
 def count_leading(wanted: NDArray[np.bool_]) -> int:

@@ -17,7 +17,7 @@ from kvtier import wire
 from kvtier.abi import attach as protocol
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Request, Response, send
+from kvtier.arena import Binder, Request, Response, send
 from kvtier.cache import Cache
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
@@ -162,18 +162,9 @@ class AsyncClient:
                 spec.validate()
         except InvalidArgument as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None
-        cache = Cache(
-            self._session,
-            name,
-            spec,
-            budgets,
-            options,
-            device,
-            write=write,
-            mapped=mapped,
-            default_timeout=self._default_timeout,
-        )
-        await cache.open(timeout)
+        binder = Binder(self._session, name, spec, budgets, options, device or "", write=write, mapped=mapped)
+        cache = Cache(binder, self._default_timeout)
+        await self._session.call(binder.bind, self._deadline(timeout))
         return cache
 
     def watch(
@@ -214,7 +205,8 @@ class AsyncClient:
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """The daemon's statistics."""
-        return wire.daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
+        reply = await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout)
+        return wire.same_fields(DaemonStats, reply)
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches, including caches that no session has open."""
@@ -229,20 +221,16 @@ class AsyncClient:
         number = 0 if session_id is None else wire.session_number(session_id)
         request = wire.message(admin_pb2.LeasesRequest, cache=_name(cache), session_id=number)
         reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
-        return [wire.lease_info(each) for each in reply.leases]
+        return [wire.same_fields(LeaseInfo, each) for each in reply.leases]
 
     async def explain(
         self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
     ) -> Explanation:
         """Locates a block and its holders, in every cache that the caller may read or watch. Not a use of the block.
 
-        Args:
-            key: the whole key, or at least its first 4 bytes, as bytes or in hex.
-            cache: look in this cache only.
-            past: add the block's events in the log, if the caller may watch.
-
-        Raises:
-            NotFound: the cache does not exist.
+        ``key``: the whole key, or at least its first 4 bytes, as bytes or in hex. ``cache``: look in this cache only.
+        ``past``: add the block's events in the log, if the caller may watch. Raises :class:`kvtier.errors.NotFound` if
+        the cache does not exist.
         """
         asked = wire.key_prefix("key", key, SHORTEST_PREFIX)
         request = wire.message(admin_pb2.ExplainRequest, cache=_name(cache), key=asked)
@@ -269,14 +257,9 @@ class AsyncClient:
     async def holdings(self, keys: wire.Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
         """How much of a chain the daemon and its peers hold, in every cache that the caller may read or watch.
 
-        The daemon answers without asking its peers. Not a use of the blocks.
-
-        Args:
-            keys: keys of a chain, or, as bytes, the first 4 to 31 bytes of one key.
-            cache: look in this cache only.
-
-        Raises:
-            NotFound: the cache does not exist.
+        The daemon answers without asking its peers. Not a use of the blocks. ``keys``: of a chain, or, as bytes, the
+        first 4 to 31 bytes of one key. ``cache``: look in this cache only. Raises :class:`kvtier.errors.NotFound` if it
+        does not exist.
         """
         if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
             asked = wire.key_prefix("keys", keys, SHORTEST_PREFIX)
@@ -553,10 +536,10 @@ def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> E
     return Explanation(
         asked=asked,
         keys=tuple(wire.split_keys(message.keys)),
-        blocks=tuple(map(_block, message.blocks)),
+        blocks=tuple(wire.same_fields(BlockExplained, each, parent=each.parent or None) for each in message.blocks),
         past=None,
         gaps=(),
-        as_of=wire.cursor_from_wire(message.as_of_event),
+        as_of=wire.same_fields(Cursor, message.as_of_event),
         time_ns=message.time_ns,
         remote=tuple(
             RemoteExplained(each.cache, each.group, each.there if each.HasField("there") else None)
@@ -589,12 +572,3 @@ async def with_past(now: Explanation, watch: Watch) -> Explanation:
                 break
     clear = len(keys) == 1
     return replace(now, keys=tuple(sorted(keys)[:MOST_KEYS]), past=tuple(past) if clear else (), gaps=tuple(gaps))
-
-
-def _block(message: admin_pb2.ExplainedBlock) -> BlockExplained:
-    copies = tuple(
-        wire.same_fields(CopyExplained, copy, tier=wire.tier_from_wire(copy.tier), state=CopyState(copy.state))
-        for copy in message.copies
-    )
-    leases = tuple(map(wire.lease_info, message.leases))
-    return wire.same_fields(BlockExplained, message, parent=message.parent or None, copies=copies, leases=leases)

@@ -238,9 +238,6 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
         packed_hashes=message.event_hashes,
         packed_parent_hashes=message.parent_hashes,
         tokens=_tokens(message.tokens),
-        all_window_tokens=tuple(message.all_window_tokens),
-        all_sink_tokens=tuple(message.all_sink_tokens),
-        all_flat=tuple(message.all_flat),
     )
 
 

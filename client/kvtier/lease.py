@@ -241,7 +241,10 @@ class WriteLease(Lease):
         """
         self.require_live()
         indices = self.blank if at is None else self._places(at)
-        request = commit_request(self, keys, indices, parent, parents, priorities, retention, prompt, release)
+        slots = [self.slots[index] for index in indices]
+        request = commit_request(
+            self.binding.info, keys, slots, parent, parents, priorities, retention, prompt, release
+        )
         request.let_go = not hold
         results = await self._book.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
@@ -462,15 +465,14 @@ class LeaseBook:
     async def store(self, lease: WriteLease, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Commits a piece of a chain in the first slots of a lease, and ends the lease."""
         lease.require_live()
-        places = range(len(part.chain))
-        keys = b"".join(part.chain)
-        request = commit_request(lease, keys, places, None, part.parents, None, part.kept, part.prompt, release=True)
+        info, keys = lease.binding.info, b"".join(part.chain)
+        request = commit_request(info, keys, lease.slots, None, part.parents, None, part.kept, part.prompt, True)
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline
     ) -> list[BlockResult]:
-        request.seq = self._session.next_seq()
+        request.cache_id, request.lease_id, request.seq = lease.binding.cache_id, lease.id, self._session.next_seq()
         self._binder.asked.stored(request.keys)
         if isinstance(memory := lease.memory, CpuMemory) and lease.binding.info.options.checksum == "commit":
             request.checksums = await memory.checksums(lease.cache.group, request.slots)
@@ -496,7 +498,9 @@ class LeaseBook:
                 lease._set_given_back(blank, False)
             raise
         if request.release:
-            self._forget([lease])
+            lease.released = True
+            self._leases.discard(lease)
+            self._untouched([lease])
             self._ending.discard(lease)
         return [BlockResult(result) for result in reply.results]
 
@@ -570,13 +574,6 @@ class LeaseBook:
         for binding in {lease.binding for lease in others}:
             await self._binder.release(binding, [lease.id for lease in others if lease.binding is binding], deadline)
         self._ending.difference_update(leases)
-
-    def _forget(self, leases: Sequence[Lease]) -> None:
-        """Marks leases as ended, here and in the session."""
-        for lease in leases:
-            lease.released = True
-            self._leases.discard(lease)
-        self._untouched(leases)
 
     def _untouched(self, leases: Sequence[Lease]) -> None:
         for lease in leases:

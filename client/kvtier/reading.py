@@ -36,7 +36,7 @@ from kvtier.memory.arrays import Bytes
 from kvtier.transport import Link
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Locations, Match, ReadCounts
+from kvtier.wire import Location, Match, ReadCounts
 
 _TRIES: Final = 2
 """Attempts to copy a block whose slot is given away meanwhile, before the block counts as absent."""
@@ -142,7 +142,7 @@ class Reader:
             return None  # the mapping is of a daemon that is gone: the next daemon may lack its blocks
         if mapping is None or not are_distinct(keys):
             return None
-        there = mapping.chains.presence(keys, group).residency != 0
+        there = mapping.chains.find(keys, group).residency != 0
         if not mapping.chains.attentions[group].chained:
             absent: Sequence[int] = np.flatnonzero(~there).tolist()
             used = np.flatnonzero(there).tolist()
@@ -153,7 +153,7 @@ class Reader:
             self.recency.note(group, [keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] for place in used])
         return absent
 
-    def locate(self, keys: bytes, group: int) -> Locations | None:
+    def locate(self, keys: bytes, group: int) -> list[Location] | None:
         return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 
     def _look_up(self, keys: bytes, look_up: Callable[[Chains], T | None], *, distinct: bool = False) -> T | None:

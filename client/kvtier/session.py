@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -28,7 +29,7 @@ from grpc.aio import AioRpcError
 from kvtier import errors
 from kvtier.deadline import Backoff, Deadline
 from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passing
-from kvtier.transport import Attached, Link, Stubs, TlsFiles, transport_to
+from kvtier.transport import Link, TlsFiles, transport_to
 from kvtier.v1 import session_pb2
 
 DEFAULT_PATIENCE_S: Final = 5.0
@@ -208,7 +209,7 @@ class Session:
                 self._answered()
                 raise errors.error_of(fault) from None
             if fault.code is grpc.StatusCode.UNAUTHENTICATED:
-                self.suspect(link)
+                link.attach.close()  # so that the session attaches again
             if fault.reason == _STOPPING:
                 self._lose()
             raise _LinkBroke(
@@ -365,10 +366,6 @@ class Session:
             raise errors.ClientClosed("the client was closed during the call", reason="CLOSED") from error
         return errors.DaemonUnavailable(f"{self.address}: attached anew during the call", reason="LINK_REPLACED")
 
-    def suspect(self, link: Link) -> None:
-        """Closes a link that the daemon rejects or leaves silent, so that the session attaches again."""
-        link.attach.close()
-
     def lend(self, session: int) -> None:
         """Notes a granted lease of this :attr:`Link.session`: its memory may be touched until :meth:`give_back`."""
         self._lent[session] += 1
@@ -507,17 +504,12 @@ class Session:
                 attached = await self._hello(old)
         except TimeoutError:
             raise errors.DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
-        try:
-            if old is not None and old.channel is not attached.channel:
-                self.spawn(_close_channel(old.channel))
-            number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
-            stubs = Stubs.over(attached.calls)
-            return Link(number, attached.welcome, attached.connection, attached.channel, stubs)
-        except Exception:
-            attached.connection.close()
-            raise
+        if old is not None and old.channel is not attached.channel:
+            self.spawn(_close_channel(old.channel))
+        number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
+        return replace(attached, session=number)
 
-    async def _hello(self, old: Link | None) -> Attached:
+    async def _hello(self, old: Link | None) -> Link:
         if old is None:
             return await self._transport.attach(None, None)
         try:

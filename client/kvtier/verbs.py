@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, Self
 
-import numpy as np
-
 from kvtier import wire
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
@@ -47,7 +45,7 @@ class PageIterator:
             wire.ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
             for key, up, where, rank, pinned in rows
         )
-        return wire.Page(tuple(blocks), wire.cursor_from_wire(reply.as_of_event))
+        return wire.Page(tuple(blocks), wire.same_fields(Cursor, reply.as_of_event))
 
 
 class PagedBlocks:
@@ -111,7 +109,7 @@ class PrefixVerbs:
         spans = (
             wire.GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
         )
-        return wire.Match(reply.blocks, tuple(spans), wire.cursor_from_wire(reply.as_of_event), reply.remote_blocks)
+        return wire.Match(reply.blocks, tuple(spans), wire.same_fields(Cursor, reply.as_of_event), reply.remote_blocks)
 
     async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> wire.TokenMatch:
         """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
@@ -190,22 +188,16 @@ class GroupVerbs(PrefixVerbs):
         residency = dict(zip(once, reply.residency, strict=True))
         return bytes(residency[key] for key in each)
 
-    async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> wire.Locations:
+    async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> list[wire.Location]:
         """Tier, slot and generation of each key. No side effect."""
         packed = wire.packed_keys(keys)
         await in_turn(timeout)
         found = self.reader.locate(packed, self.group)
         if found is not None:
             return found
-
         reply = await self._ask_locate(packed, timeout)
-        return wire.Locations(
-            np.frombuffer(reply.residency, dtype=np.uint8),
-            np.array(reply.device_slots, dtype=np.uint32),
-            np.array(reply.device_generations, dtype=np.uint64),
-            np.array(reply.host_slots, dtype=np.uint32),
-            np.array(reply.host_generations, dtype=np.uint64),
-        )
+        on_device = reply.device_slots, reply.device_generations
+        return wire.locations(reply.residency, *on_device, reply.host_slots, reply.host_generations)
 
     def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> PageIterator:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""

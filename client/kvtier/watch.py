@@ -218,13 +218,13 @@ class Watch:
                         yield self._items_of(batch)
                 reason = "the stream ended"
             except TimeoutError:
-                self._session.suspect(link)
+                link.attach.close()  # so that the session attaches again
                 reason = f"nothing was heard for {self._silence_s:g} seconds"
             except AioRpcError as error:
                 fault = errors.fault_of(error)
                 reason = fault.message or fault.reason
                 if fault.code is grpc.StatusCode.UNAUTHENTICATED:
-                    self._session.suspect(link)
+                    link.attach.close()  # so that the session attaches again
                 elif not errors.link_is_broken(fault):
                     failure = errors.error_of(fault)
                     brought = not resuming and self._start.since is not None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from dataclasses import dataclass, fields, is_dataclass
+from enum import EnumType
+from functools import cache, partial
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from kvtier import types
 from kvtier.abi.attention import Needed
@@ -30,15 +31,14 @@ class Held(Generic[T]):
     """A pending ``connect``, ``reserve`` or ``acquire``: await it for the client or the lease, or enter it to close or
     release that at the end."""
 
-    def __init__(self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Awaitable[None]]) -> None:
+    def __init__(
+        self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> None:
         self.take = take
         """Takes the lease. The caller must release it."""
-        self._give_back = give_back
-        self._held: list[T] = []
-
-    async def give_back(self, lease: T) -> None:
+        self.give_back = give_back
         """Releases a lease that :attr:`take` returned."""
-        await self._give_back(lease)
+        self._held: list[T] = []
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.take().__await__()
@@ -114,49 +114,24 @@ class Location:
     host_generation: int | None
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Locations(Sequence[Location]):
-    """The places of many keys' bytes: a sequence of :class:`Location`, kept as one array per field.
-
-    If ``residency`` lacks a tier, the arrays' slots and generations of that tier are meaningless, and None in a
-    :class:`Location`. Equal to any sequence of the same locations.
-    """
-
-    residency: NDArray[np.uint8]
-    device_slots: NDArray[np.uint32]
-    device_generations: NDArray[np.uint64]
-    host_slots: NDArray[np.uint32]
-    host_generations: NDArray[np.uint64]
-
-    def __len__(self) -> int:
-        return len(self.residency)
-
-    @overload
-    def __getitem__(self, index: int) -> Location: ...
-    @overload
-    def __getitem__(self, index: slice) -> Locations: ...
-    def __getitem__(self, index: int | slice) -> Location | Locations:
-        if isinstance(index, slice):
-            return Locations(*(getattr(self, column.name)[index] for column in fields(self)))
-        residency = int(self.residency[index])
-        on_device, on_host = residency & types.Tier.DEVICE.bit, residency & types.Tier.HOST.bit
-        return Location(
-            residency,
-            int(self.device_slots[index]) if on_device else None,
-            int(self.device_generations[index]) if on_device else None,
-            int(self.host_slots[index]) if on_host else None,
-            int(self.host_generations[index]) if on_host else None,
+def locations(
+    residency: Sequence[int],
+    device_slots: Sequence[int],
+    device_generations: Sequence[int],
+    host_slots: Sequence[int],
+    host_generations: Sequence[int],
+) -> list[Location]:
+    """The places, from a column for each field. Values of a tier that a residency lacks are meaningless."""
+    on_device = zip(device_slots, device_generations, strict=True)
+    on_host = zip(host_slots, host_generations, strict=True)
+    return [
+        Location(
+            tiers,
+            *(device if tiers & types.Tier.DEVICE.bit else (None, None)),
+            *(host if tiers & types.Tier.HOST.bit else (None, None)),
         )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
-            return NotImplemented
-        return len(self) == len(other) and all(ours == theirs for ours, theirs in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]  # as a list has none
-
-    def __repr__(self) -> str:
-        return f"Locations({list(self)!r})"
+        for tiers, device, host in zip(residency, on_device, on_host, strict=True)
+    ]
 
 
 @dataclass(slots=True, frozen=True)
@@ -338,10 +313,6 @@ def tier_from_wire(value: int) -> types.Tier:
         raise DaemonError(f"tier {value} in an answer: this client does not know it", reason="BAD_ANSWER") from error
 
 
-def cursor_from_wire(message: blocks_pb2.Cursor) -> types.Cursor:
-    return types.Cursor(message.epoch, message.id)
-
-
 def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
     return caches_pb2.CacheSpec(**spec.to_dict())
 
@@ -421,42 +392,8 @@ def options_from_wire(message: caches_pb2.CacheOptions) -> types.CacheOptions:
 
 
 def cache_info(message: caches_pb2.CacheInfo) -> types.CacheInfo:
-    groups = tuple(
-        same_fields(
-            types.GroupInfo,
-            group,
-            tiers=tuple(same_fields(types.GroupTier, each, tier=tier_from_wire(each.tier)) for each in group.tiers),
-        )
-        for group in message.groups
-    )
     spec, options = CacheSpec.of(message.spec), options_from_wire(message.options)
-    return same_fields(types.CacheInfo, message, spec=spec, groups=groups, options=options)
-
-
-def daemon_stats(message: admin_pb2.StatsResponse) -> types.DaemonStats:
-    return same_fields(
-        types.DaemonStats,
-        message,
-        caches=tuple(_cache_stats(cache) for cache in message.caches),
-        sessions=tuple(same_fields(types.SessionStats, session) for session in message.sessions),
-        problems=tuple(message.problems),
-        notes=tuple(message.notes),
-        watcher_stats=tuple(same_fields(types.WatcherStats, watcher) for watcher in message.watcher_stats),
-        event_log=same_fields(types.EventLogStats, message.event_log),
-        devices=tuple(same_fields(types.DeviceStats, device) for device in message.devices),
-        tiers=tuple(
-            same_fields(types.TierBytes, each, tier=tier_from_wire(each.tier), given=dict(each.given))
-            for each in message.tiers
-        ),
-        remote=types.RemoteStats(
-            message.remote.url,
-            message.remote.problem,
-            tuple(same_fields(types.RemoteOperation, operation) for operation in message.remote.operations),
-            dict(message.remote.blocks),
-            dict(message.remote.unwritten),
-        ),
-        peers=tuple(same_fields(types.PeerStats, peer) for peer in message.peers),
-    )
+    return same_fields(types.CacheInfo, message, spec=spec, options=options)
 
 
 def holdings(message: admin_pb2.HoldingsResponse) -> types.Holdings:
@@ -464,48 +401,37 @@ def holdings(message: admin_pb2.HoldingsResponse) -> types.Holdings:
         same_fields(types.Holding, one, tiers={tier_from_wire(each.tier): each.blocks for each in one.tiers})
         for one in message.found
     )
-    peers = tuple(same_fields(types.PeerStats, peer) for peer in message.peers)
-    return types.Holdings(tuple(split_keys(message.keys)), found, peers)
-
-
-def _cache_stats(message: admin_pb2.CacheStats) -> types.CacheStats:
-    groups = tuple(same_fields(types.GroupStats, group, tiers=_tier_stats(group.tiers)) for group in message.groups)
-    edges = tuple(same_fields(types.EdgeStats, edge) for edge in message.edges)
-    return same_fields(types.CacheStats, message, tiers=_tier_stats(message.tiers), edges=edges, groups=groups)
-
-
-def _tier_stats(messages: Iterable[admin_pb2.TierStats]) -> tuple[types.TierStats, ...]:
-    return tuple(same_fields(types.TierStats, message, tier=tier_from_wire(message.tier)) for message in messages)
-
-
-def lease_info(message: admin_pb2.LeaseInfo) -> types.LeaseInfo:
-    return same_fields(types.LeaseInfo, message, tier=tier_from_wire(message.tier))
+    return same_fields(types.Holdings, message, keys=tuple(split_keys(message.keys)), found=found)
 
 
 def same_fields(answer: Callable[..., T], message: Message, **converted: object) -> T:
-    """A dataclass with the message's fields of the same names; ``converted`` has the fields of other types."""
-    names = [field.name for field in fields(cast("Any", answer)) if field.name not in converted]
-    return answer(**converted, **{name: getattr(message, name) for name in names})
+    """A dataclass with the message's fields of the same names, by the types of the dataclass. ``converted`` has the
+    fields that differ."""
+    for name, of in _conversions(answer).items():
+        if name not in converted:
+            value = getattr(message, name)
+            converted[name] = value if of is None else of(value)
+    return answer(**converted)
 
 
-class Bound(Protocol):
-    """A cache in a session."""
-
-    @property
-    def cache_id(self) -> int: ...
-    @property
-    def info(self) -> types.CacheInfo: ...
+@cache
+def _conversions(answer: Any) -> dict[str, Callable[[Any], Any] | None]:
+    kinds = get_type_hints(answer)
+    return {field.name: _conversion(kinds[field.name]) for field in fields(answer)}
 
 
-class Filled(Protocol):
-    """A lease with slots to commit."""
-
-    id: int
-
-    @property
-    def slots(self) -> tuple[int, ...]: ...
-    @property
-    def binding(self) -> Bound: ...
+def _conversion(kind: Any) -> Callable[[Any], Any] | None:
+    """Returns a function that makes a value of this type from a field of a message; None: the value is the field."""
+    if kind is types.Tier:
+        return tier_from_wire
+    if isinstance(kind, type) and is_dataclass(kind):
+        return partial(same_fields, kind)
+    if get_origin(kind) is tuple:
+        each = _conversion(get_args(kind)[0])
+        return tuple if each is None else lambda values: tuple(map(each, values))
+    if get_origin(kind) is Mapping:
+        return dict
+    return kind if isinstance(kind, EnumType) else None
 
 
 class Telling(Protocol):
@@ -516,9 +442,9 @@ class Telling(Protocol):
 
 
 def commit_request(
-    lease: Filled,
+    info: types.CacheInfo,
     keys: Keys,
-    indices: Sequence[int],
+    slots: Sequence[int],
     parent: bytes | None,
     parents: Sequence[bytes | None] | None,
     priorities: int | Sequence[int] | None,
@@ -526,28 +452,25 @@ def commit_request(
     prompt: Telling | None,
     release: bool,
 ) -> blocks_pb2.CommitRequest:
-    """A commit request without its sequence number. Raises :class:`InvalidArgument`."""
+    """A commit request for the first slots, without its lease and sequence number. Raises :class:`InvalidArgument`."""
     packed = packed_keys(keys)
     count = len(packed) // KEY_BYTES
-    if count > len(indices):
-        raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+    if count > len(slots):
+        raise InvalidArgument("keys", f"{count} keys", f"at most {len(slots)}, one a blank slot")
     if prompt is not None and not hasattr(prompt, "told"):
         raise InvalidArgument("prompt", repr(prompt), "made by Cache.prompt")
-    kept = block_retention(count, lease.binding.info.spec.tokens_per_block, priorities, retention)
+    kept = block_retention(count, info.spec.tokens_per_block, priorities, retention)
     if parent is None and prompt is not None:
         parent = prompt.parent_of(packed[:KEY_BYTES])
     parents_of_all = _packed_parents(packed, parent, parents)
-    told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
     return blocks_pb2.CommitRequest(
-        cache_id=lease.binding.cache_id,
-        lease_id=lease.id,
-        slots=[lease.slots[index] for index in indices[:count]],
+        slots=slots[:count],
         keys=packed,
         parents=parents_of_all,
         priorities=kept.priorities,
         durations_ms=kept.durations_ms,
         release=release,
-        **told,
+        **(prompt.told(packed, info.options) if prompt is not None and count else {}),
     )
 
 

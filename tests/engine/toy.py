@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvtier import Client
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Mover, PageGroup, PlaneLayout, Planner
+from kvtier.engine.keys import TokenChain
 
 TOKENS: Final = 4
 PLAIN: Final = Layout("toy", TOKENS, (PageGroup((PlaneLayout("l0.k", 5000), PlaneLayout("l0.v", 4096))),))
@@ -229,7 +230,7 @@ class Engine:
         self.loaded |= done.loaded
 
     def chain(self, tokens: Sequence[int]) -> KeyChain:
-        chain = KeyChain.of_tokens(self.layout.tokens)
+        chain = TokenChain(self.layout.tokens)
         chain.extend(tokens)
         return chain
 

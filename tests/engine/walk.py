@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvtier.engine import CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner
+from kvtier.engine import CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, TokenChain
 from kvtier.engine.work import NO_PAGE
 from tests.engine.toy import Worker, sent, wait_until
 
@@ -145,7 +145,7 @@ class Walk:
     def _submit(self) -> None:
         prompt = self.random.choice(self.prompts)[: self.random.randrange(2, 60)]
         prompt += self.random.choices(range(_VOCABULARY), k=self.random.randrange(6))
-        chain = KeyChain.of_tokens(self.layout.tokens)
+        chain = TokenChain(self.layout.tokens)
         chain.extend(prompt)
         total = len(prompt) + self.random.randrange(10)
         self.jobs.append(Job(f"r{next(self.names)}", prompt, total, chain))

@@ -250,7 +250,7 @@ async def test_the_example_of_a_router(capsys):
     example = runpy.run_path(str(ROOT / "examples/router.py"))
     await example["main"]()
     hits = [int(count) for count in re.findall(r"(\d+) of \d+ blocks", capsys.readouterr().out)]
-    chains = [[key_of(block) for block in request.ids] for request in await read(example["TRACE"], example["REQUESTS"])]
+    chains = [[key_of(block) for block in request] for request in await read(example["TRACE"], example["REQUESTS"])]
     fleet = FleetShape(3, {Tier.HOST: example["HOST_BLOCKS"]}, "round-robin")
     assert hits[0] == pytest.approx(simulate(fleet, chains).local, rel=0.05)
     assert hits[1] > 1.4 * hits[0]

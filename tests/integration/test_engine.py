@@ -16,6 +16,7 @@ import pytest
 
 from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import STATE, EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
+from kvtier.engine.keys import TokenChain
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.wire import MAX_KEYS
@@ -99,7 +100,7 @@ def test_a_stopped_daemon_costs_nothing(daemon):
 @pytest.mark.parametrize("hindrance", ["none", "killed", "paused", "held"])
 def test_a_reset_is_carried_out_whatever_hinders_it(daemon, hindrance):
     """By this engine, or by the next one before it offers anything."""
-    chain = KeyChain.of_tokens(TOKENS)
+    chain = TokenChain(TOKENS)
     chain.extend(PROMPT)
     with warm(daemon.address) as toy, Client(daemon.address, wait=PATIENCE_S) as client:
         cache, lease = client.open_cache(toy.planner.leader.name), None
@@ -327,11 +328,11 @@ def test_pages_that_are_not_the_layout_s_are_refused():
 def test_a_chain_grows_as_the_keys_of_the_whole():
     import kvtier
 
-    grown = KeyChain.of_tokens(TOKENS)
+    grown = TokenChain(TOKENS)
     for start in range(0, len(PROMPT), 3):
         grown.extend(PROMPT[start : start + 3])
     assert grown.packed == kvtier.chain_keys(PROMPT, TOKENS)
-    assert KeyChain.adopt().extend([b"\1" * 32, b"short"]) == 2
+    assert KeyChain().extend([b"\1" * 32, b"short"]) == 2
 
 
 def test_a_hold_that_comes_too_late_is_given_back(daemon):

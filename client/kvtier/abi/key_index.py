@@ -49,7 +49,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, Self, TypeVar
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,17 +89,6 @@ _MANY: Final = 1024
 """Keys looked up at a time: their buckets stay in the processor's caches."""
 
 
-Asked = TypeVar("Asked", bound="Presence")
-
-
-class Homes(NamedTuple):
-    """The buckets and tags of many keys. Buckets are signed like numpy's indices, which makes lookups faster."""
-
-    first: I64
-    second: I64
-    tags: U32
-
-
 class KeyMix:
     """Computes the buckets and tags of keys. ``seed``: 32 bytes; ``buckets``: under 2^32."""
 
@@ -124,8 +113,8 @@ class KeyMix:
         low = mixed & _LOW ^ high
         return high * self._buckets >> 32, low * self._buckets >> 32, low ^ high
 
-    def many(self, keys: U64, group: int) -> Homes:
-        """Like :meth:`one`, for ``keys``, [n, 4]."""
+    def many(self, keys: U64, group: int) -> tuple[I64, I64, U32]:
+        """Like :meth:`one`, for ``keys``, [n, 4]. Buckets are signed like numpy's indices, which is faster."""
         words = keys.T.copy()  # numpy is faster on long rows
         words *= self._seeds
         words ^= words >> _HALF
@@ -137,17 +126,10 @@ class KeyMix:
         mixed += np.uint64((group + 1) * _GROUP & _MASK)
         mixed ^= mixed >> _HALF
         mixed *= _FINAL_U64
-        count = len(mixed)
-        halves = np.empty(2 * count, np.uint64)
-        high, low = halves[:count], halves[count:]
-        np.right_shift(mixed, _HALF, high)
-        np.bitwise_and(mixed, _LOW_U64, low)
-        tags = low.astype(np.uint32)
-        low ^= high
-        halves *= self._count
-        halves >>= _HALF
-        buckets = halves.view(np.int64)
-        return Homes(buckets[:count], buckets[count:], tags)
+        high = mixed >> _HALF
+        low = mixed & _LOW_U64 ^ high
+        first, second = ((half * self._count >> _HALF).view(np.int64) for half in (high, low))
+        return first, second, mixed.astype(np.uint32)
 
 
 class IndexEntry(NamedTuple):
@@ -164,28 +146,20 @@ ABSENT: Final = IndexEntry()
 
 
 @dataclass(slots=True, frozen=True)
-class Presence:
-    """The residency of each of many blocks, 0 = absent; ``sure`` False: ask the daemon."""
+class IndexEntries:
+    """The places of many blocks, as in :class:`IndexEntry`, one element per block. ``sure`` False: ask the daemon."""
 
     residency: NDArray[np.uint8]
     sure: NDArray[np.bool_]
-    _places: ClassVar[tuple[type[np.generic], ...]] = ()
-    """Types of the further columns."""
-
-    @classmethod
-    def nothing(cls, count: int, *, sure: bool) -> Self:
-        return cls(np.zeros(count, np.uint8), np.full(count, sure), *[np.zeros(count, kind) for kind in cls._places])
-
-
-@dataclass(slots=True, frozen=True)
-class IndexEntries(Presence):
-    """The places of many blocks, as in :class:`IndexEntry`, one element per block."""
-
     host_slots: NDArray[np.uint32]
     host_generations: U64
     device_slots: NDArray[np.uint32]
     device_generations: U64
-    _places = (np.uint32, np.uint64, np.uint32, np.uint64)
+
+    @classmethod
+    def nothing(cls, count: int, *, sure: bool) -> Self:
+        slots, generations = np.zeros((2, count), np.uint32), np.zeros((2, count), np.uint64)
+        return cls(np.zeros(count, np.uint8), np.full(count, sure), slots[0], generations[0], slots[1], generations[1])
 
 
 class Buckets:
@@ -259,16 +233,9 @@ class IndexReader:
 
     def find(self, keys: bytes | memoryview, group: int) -> IndexEntries:
         """Returns the places of many blocks. ``keys``: packed."""
-        return self._find(IndexEntries, keys, group)
-
-    def presence(self, keys: bytes | memoryview, group: int) -> Presence:
-        """Returns the residency of many blocks. ``keys``: packed."""
-        return self._find(Presence, keys, group)
-
-    def _find(self, asked: type[Asked], keys: bytes | memoryview, group: int) -> Asked:
         count = len(keys) // KEY_BYTES
         unindexed = read_unindexed(self._words)
-        found = asked.nothing(count, sure=unindexed == 0)
+        found = IndexEntries.nothing(count, sure=unindexed == 0)
         unstable: Iterable[int] = range(count)
         if count >= _FEW:
             words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
@@ -278,16 +245,11 @@ class IndexReader:
             entry = self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group, unindexed)
             found.sure[row] = entry is not None
             found.residency[row], *where = entry or ABSENT
-            if isinstance(found, IndexEntries):
-                (
-                    found.host_slots[row],
-                    found.host_generations[row],
-                    found.device_slots[row],
-                    found.device_generations[row],
-                ) = where
+            found.host_slots[row], found.host_generations[row], *where = where
+            found.device_slots[row], found.device_generations[row] = where
         return found
 
-    def _find_some(self, found: Presence, words: U64, group: int, start: int) -> list[int]:
+    def _find_some(self, found: IndexEntries, words: U64, group: int, start: int) -> list[int]:
         """Looks for the keys from ``start`` on, in the second bucket only if a key is not in the first.
 
         Returns: rows whose bucket was being written.
@@ -302,7 +264,7 @@ class IndexReader:
         return unstable
 
     def _probe_many(
-        self, found: Presence, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int
+        self, found: IndexEntries, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int
     ) -> list[int]:
         """Looks for each key in one bucket. ``rows``: the rows of the answers. Returns rows that were being written."""
         starts = at * _BUCKET_WORDS
@@ -318,8 +280,7 @@ class IndexReader:
         right = (groups == group) & (tiers != 0)
         if its.tobytes() != wanted.tobytes():  # equal tags do not mean equal keys
             right &= (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
-        to, words = rows[some], self._entry_words
-        where = [word[places] for word in words] if isinstance(found, IndexEntries) else []
+        to, where = rows[some], [word[places] for word in self._entry_words]
         after = self._whole[starts]
         unstable: list[int] = []
         if after.tobytes() != before.tobytes() or np.bitwise_or.reduce(before) & _ONE:
@@ -330,9 +291,8 @@ class IndexReader:
             to, tiers, where = to[right], tiers[right], [column[right] for column in where]
         found.residency[to] = tiers
         found.sure[to] = True
-        if isinstance(found, IndexEntries):
-            found.host_generations[to], found.device_generations[to], slots = where
-            found.host_slots[to], found.device_slots[to] = slots.view("<u4").reshape(-1, 2).T
+        found.host_generations[to], found.device_generations[to], slots = where
+        found.host_slots[to], found.device_slots[to] = slots.view("<u4").reshape(-1, 2).T
         return unstable
 
     def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> IndexEntry | None:

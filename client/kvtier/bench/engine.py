@@ -48,7 +48,7 @@ class BareEngine:
 
     def plan(self, keys: Sequence[bytes]) -> tuple[str, Work, float]:
         """Plans a new request. Returns its name, its work and the seconds of the scheduler's thread."""
-        chain = KeyChain.adopt()
+        chain = KeyChain()
         chain.extend(keys)
         request, tokens = next(self._names), len(chain) * self._tokens
         started = time.perf_counter()

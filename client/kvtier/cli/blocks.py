@@ -17,9 +17,9 @@ from kvtier.cli.common import DaemonAt, address_option, cache_argument, confirme
 from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, show
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
-from kvtier.errors import NotFound
+from kvtier.errors import InvalidArgument, NotFound
 from kvtier.types import TIERS, BlockResult, Tier, tiers_of
-from kvtier.wire import ListedBlock
+from kvtier.wire import ListedBlock, key_prefix
 
 PIECE: Final = 256
 """Keys per call. A call takes all its slots in one step, so a piece must be much smaller than any realistic tier."""
@@ -35,13 +35,10 @@ class KeyType(click.ParamType[bytes]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
         try:
-            key = bytes.fromhex(value)
-        except ValueError:
-            key = b""
-        if not self.shortest <= len(key) <= KEY_BYTES:
+            return key_prefix("key", value, self.shortest)
+        except InvalidArgument:
             digits = f"{2 * self.shortest} to {2 * KEY_BYTES} hexadecimal digits, an even number"
             self.fail(f"{value!r} is not a key: {digits}", param, ctx)
-        return key
 
 
 async def whole_key(client: AsyncClient, cache: str, key: bytes) -> bytes:

@@ -146,11 +146,11 @@ async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
     requests = await read(trace, limit)
     parents: dict[int, int | None] = {}
     for line, request in enumerate(requests, start=1):
-        for block, parent in zip(request.ids, (None, *request.ids), strict=False):
+        for block, parent in zip(request, (None, *request), strict=False):
             if parents.setdefault(block, parent) != parent:
                 raise InvalidArgument(f"{trace}:{line}: hash_ids", block, "an id that always follows the same id")
     keys = {block: key_of(block) for block in parents}
-    return [[keys[block] for block in request.ids] for request in requests]
+    return [[keys[block] for block in request] for request in requests]
 
 
 def _plain(name: str, report: FleetReport, block_bytes: int) -> dict[str, Any]:

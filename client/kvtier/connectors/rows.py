@@ -8,15 +8,8 @@ import torch
 
 
 def page_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns views of the same memory, with the bytes of a page in each row.
-
-    Args:
-        tensors: ``[pages, ...]`` of any strides, by name.
-
-    Returns:
-        uint8 ``[pages, nbytes]``, by name. A tensor whose pages are not dense becomes several, split along its first
-        axes: ``name.0``, ``name.1``, ...
-    """
+    """Returns views of the same memory: uint8 ``[pages, nbytes]``, by name. ``tensors``: ``[pages, ...]``, any strides.
+    A tensor whose pages are not dense becomes several, split along its first axes: ``name.0``, ``name.1``, ..."""
     return dict(row for name, pages in tensors.items() for row in _rows(name, pages))
 
 

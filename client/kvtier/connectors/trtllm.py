@@ -34,12 +34,12 @@ from kvtier.engine import (
     CopyResult,
     EngineOptions,
     GroupPages,
-    KeyChain,
     Layout,
     Mover,
     PageGroup,
     PlaneLayout,
     Planner,
+    TokenChain,
     Weights,
     Work,
     weights_of,
@@ -113,7 +113,7 @@ class _OfferedRequest:
     engine's next position leaves out. ``loaded``: the end of a load whose request has not been scheduled yet.
     ``reached``: the engine's next position while it computes the prompt."""
 
-    chain: KeyChain
+    chain: TokenChain
     chained: int
     prompt: int
     start: int
@@ -169,7 +169,7 @@ class _Scheduler:
         first = num_computed_tokens - num_computed_tokens % size
         if self._ahead:
             scope = replace(scope, salt=repr((scope.salt, *tokens[: self._ahead])))
-        chain = KeyChain.of_tokens(size, scope)
+        chain = TokenChain(size, scope)
         chain.extend(tokens[self._ahead :])
         # The engine asks once: blocks of a remote store are fetched for the next request.
         offered = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0

@@ -115,7 +115,7 @@ class _TrackedRequest:
     """
 
     request: Request
-    chain: KeyChain = field(default_factory=KeyChain.adopt)
+    chain: KeyChain = field(default_factory=KeyChain)
     computed: int = 0
     waits: bool = False
     loading: bool = False
@@ -421,7 +421,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._planner.forsake(name)
             elif self._planner is not None:
                 self._planner.aborted(name)
-            known.chain, known.stale = KeyChain.adopt(), known.running or known.loading
+            known.chain, known.stale = KeyChain(), known.running or known.loading
         return True
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

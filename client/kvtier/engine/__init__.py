@@ -5,7 +5,7 @@ sends the movers a :class:`Work`; a mover answers each ticket with an :class:`Co
 """
 
 from kvtier.abi.spec import STATE
-from kvtier.engine.keys import KeyChain
+from kvtier.engine.keys import KeyChain, TokenChain
 from kvtier.engine.layout import GroupPages, Layout, PageGroup, PlaneLayout
 from kvtier.engine.mover import Mover
 from kvtier.engine.options import EngineOptions
@@ -28,6 +28,7 @@ __all__ = [
     "PlaneLayout",
     "Planner",
     "Save",
+    "TokenChain",
     "Weights",
     "Work",
     "weights_of",

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE, PLAIN, ROOT_PARENT, Scope, TokenIds, root, token_array
+from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE, PLAIN, ROOT_PARENT, Scope, root, token_array
 from kvtier.abi.spec import InvalidArgument
 
 
-class KeyChain(ABC):
-    """Keys of a request's full blocks, in the order of the blocks."""
+class KeyChain:
+    """Keys of a request's full blocks, in the order of the blocks, from the engine's own chained hashes. A hash of 32
+    bytes is the key; the key of another hash is its SHA-256."""
 
     def __init__(self) -> None:
         self._keys: Final = bytearray()
         self.token_ids: Callable[[int, int], Sequence[int]] | None = None
         """Returns the request's token ids ``[first, last)``, if routers may have them."""
 
-    @staticmethod
-    def of_tokens(tokens_per_block: int, scope: Scope = PLAIN) -> KeyChain:
-        """Returns a chain with the keys of :func:`kvtier.chain_keys`; :meth:`extend` takes token ids."""
-        return _OfTokens(tokens_per_block, scope)
-
-    @staticmethod
-    def adopt() -> KeyChain:
-        """The engine's own chained hashes; :meth:`extend` takes them. A hash of 32 bytes is the key; the key of
-        another hash is its SHA-256."""
-        return _Adopted()
-
-    @abstractmethod
     def extend(self, more: Any) -> int:
-        """Adds tokens or hashes, without hashing earlier ones again. Returns the new number of blocks."""
+        """Adds hashes. Returns the new number of blocks."""
+        for each in more:
+            self._keys.extend(each if len(each) == KEY_BYTES else hashlib.sha256(each).digest())
+        return len(self)
 
     def __len__(self) -> int:
         return len(self._keys) // KEY_BYTES
@@ -61,8 +52,10 @@ class KeyChain(ABC):
         return np.frombuffer(ROOT_PARENT + self._keys, KEY_DTYPE)[blocks].tobytes() if blocks else b""
 
 
-class _OfTokens(KeyChain):
-    def __init__(self, tokens_per_block: int, scope: Scope) -> None:
+class TokenChain(KeyChain):
+    """A chain with the keys of :func:`kvtier.chain_keys`."""
+
+    def __init__(self, tokens_per_block: int, scope: Scope = PLAIN) -> None:
         super().__init__()
         if scope.multimodal:
             limit = "none: kvtier.chain_keys knows them, a growing chain not"
@@ -72,18 +65,12 @@ class _OfTokens(KeyChain):
         self._rest = b""
         """Bytes of the tokens in the last block, which is not full yet."""
 
-    def extend(self, more: TokenIds) -> int:
+    def extend(self, more: Any) -> int:
+        """Adds token ids, without hashing earlier ones again. Returns the new number of blocks."""
         tokens = self._rest + token_array(more).tobytes()
         full = len(tokens) - len(tokens) % self._width
         for start in range(0, full, self._width):
             self._last = hashlib.sha256(self._last + tokens[start : start + self._width]).digest()
             self._keys.extend(self._last)
         self._rest = tokens[full:]
-        return len(self)
-
-
-class _Adopted(KeyChain):
-    def extend(self, more: Iterable[bytes]) -> int:
-        for each in more:
-            self._keys.extend(each if len(each) == KEY_BYTES else hashlib.sha256(each).digest())
         return len(self)

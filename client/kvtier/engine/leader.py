@@ -216,10 +216,10 @@ class Leader:
     def sources(self, keys: bytes) -> dict[str, int]:
         """Counts the stored blocks by the fastest tier that has them, in the first full-attention group."""
         cache = self._cache
-        found = None if cache is None else cache.reader.locate(keys, self._full[0])
+        found = None if cache is None else cache.reader.probe(keys, self._full[0])
         if found is None:
             return {"host": 0, "disk": 0}
-        residency = np.frombuffer(bytes(found.residency), np.uint8)
+        residency = np.frombuffer(found, np.uint8)
         host = int(np.count_nonzero(residency & (Tier.DEVICE.bit | Tier.HOST.bit)))
         return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
 
@@ -491,7 +491,9 @@ class Leader:
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
             self._not_saved("the commit failed", writing)
-            await self._give_up(writing)
+            for taken in writing.taken:  # their slots may or may not hold blocks
+                for reserved, _ in taken.at:
+                    await self._end(taken.group, reserved)
         finally:
             writing.done.set()
 
@@ -522,12 +524,6 @@ class Leader:
     def _not_saved(self, why: str, writing: Writing) -> None:
         writing.incomplete = True
         self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
-
-    async def _give_up(self, writing: Writing) -> None:
-        """Ends the leases of a failed save, whose slots may or may not hold blocks."""
-        for taken in writing.taken:
-            for reserved, _ in taken.at:
-                await self._end(taken.group, reserved)
 
     async def _end(self, group: int, reserved: Reserved) -> None:
         with suppress(ValueError):

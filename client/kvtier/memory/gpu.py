@@ -58,14 +58,6 @@ Stream: TypeAlias = int | StreamObject | Fence
 """A ``CUstream``, an object with one, or a fence from :meth:`kvtier.Cache.fence`."""
 
 
-class _Passed(Fence):
-    def passed(self) -> bool:
-        return True
-
-
-PASSED: Final[Fence] = _Passed()
-
-
 @dataclass(slots=True, frozen=True)
 class Unknown(Fence):
     """A fence that could not be marked. Asking it raises the error."""
@@ -82,6 +74,9 @@ class _All(Fence):
 
     def passed(self) -> bool:
         return all(fence.passed() for fence in self.fences)
+
+
+PASSED: Final[Fence] = _All(())
 
 
 def handle_of(stream: int | StreamObject) -> int:

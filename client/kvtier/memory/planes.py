@@ -53,16 +53,6 @@ class Plane:
         return self.offset + self.nbytes
 
 
-class Cut(NamedTuple):
-    """Bytes of a plane's piece, from ``begin`` on, that belong in one pool of a slot, from ``at`` on."""
-
-    pool: int
-    at: int
-    plane: Plane
-    begin: int
-    nbytes: int
-
-
 class Pool(NamedTuple):
     """All slots of a pool: start of the first, stride between slots, and bytes of a block in the pool."""
 
@@ -267,12 +257,13 @@ class Pages:
                 tensor.detach()[self.numbers] = piece.reshape(len(self), *tensor.shape[1:]).to(tensor.device)
         return None
 
-    def _cuts(self, pools: Sequence[int], slots: int) -> list[Cut]:
-        """The pieces of a block, for slots whose pools have these sizes in bytes. Raises :class:`InvalidArgument`."""
+    def _cuts(self, pools: Sequence[int], slots: int) -> list[tuple[int, int, Plane, int, int]]:
+        """The pieces of a block, for slots whose pools have these sizes in bytes: number of the pool, place in the
+        pool, plane, place in the plane's piece, bytes. Raises :class:`InvalidArgument`."""
         self.require("blocks", slots, sum(pools), "slot")
         ends = list(accumulate(pools))
         return [
-            Cut(pool, first - (end - nbytes), plane, first - plane.offset, last - first)
+            (pool, first - (end - nbytes), plane, first - plane.offset, last - first)
             for plane in self.planes.planes
             for pool, (end, nbytes) in enumerate(zip(ends, pools, strict=True))
             if (first := max(plane.offset, end - nbytes)) < (last := min(plane.end, end))

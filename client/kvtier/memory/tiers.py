@@ -70,23 +70,21 @@ class CpuMemory:
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
         """Copies blocks into slots. When it returns or raises, no copy is running."""
-        if isinstance(blocks, Pages) and blocks.planes.on_gpu:
-            return self._copy_pages(group, slots, blocks, to_host=True)
-        cpu, gpus = _by_gpu(slots, blocks)
-        buffers.into_slots(self._pools[group], *cpu)
-        for gpu, rows in gpus.items():
-            gpu.copy(gpu.to_host, *self._copies(gpu, group, rows, to_host=True))
-        return None
+        self._copy(group, slots, blocks, to_host=True)
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
         """Copies slots into blocks. When it returns or raises, no copy is running. Raises :class:`IndexError` for a
         slot that does not exist."""
+        self._copy(group, slots, blocks, to_host=False)
+
+    def _copy(self, group: int, slots: Slots, blocks: Rows, *, to_host: bool) -> None:
         if isinstance(blocks, Pages) and blocks.planes.on_gpu:
-            return self._copy_pages(group, slots, blocks, to_host=False)
+            return self._copy_pages(group, slots, blocks, to_host=to_host)
         cpu, gpus = _by_gpu(slots, blocks)
-        buffers.out_of_slots(self._pools[group], *cpu)
+        (buffers.into_slots if to_host else buffers.out_of_slots)(self._pools[group], *cpu)
         for gpu, rows in gpus.items():
-            gpu.copy(gpu.to_device, *self._copies(gpu, group, rows, to_host=False))
+            stream = gpu.to_host if to_host else gpu.to_device
+            gpu.copy(stream, *self._copies(gpu, group, rows, to_host=to_host))
         return None
 
     async def checksums(self, group: int, slots: Sequence[int]) -> bytes:

@@ -11,12 +11,11 @@ from itertools import repeat, zip_longest
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.abi.attention import Attention
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
-from kvtier.chains import LookUp, Window, longest
+from kvtier.chains import longest
 from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
 from kvtier.types import EventType
@@ -87,14 +86,8 @@ class MirrorIndex:
         return map(_block, now.keys(), now.values())
 
     def match(self, cache: str, keys: bytes, tiers: int, group: int | None = None) -> tuple[GroupSpan, ...]:
-        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group.
-
-        Args:
-            tiers: bits of the tiers that count.
-
-        Returns:
-            Nothing if the cache does not exist. See :mod:`kvtier.chains`.
-        """
+        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group: see
+        :mod:`kvtier.chains`. ``tiers``: bits of the tiers that count. Nothing if the cache does not exist."""
         return self._known(cache).match(keys, tiers, group)
 
     def fingerprint(self, cache: str) -> bytes | None:
@@ -149,10 +142,9 @@ class _Cache:
     def _prefix_length(self, sides: list[tuple[Attention, Blocks]], keys: bytes, tiers: int) -> int:
         bound = len(keys) // KEY_BYTES if sides else 0
         for attention, blocks in sides:
-            if not attention.span:
-                bound = _leading(blocks, keys, bound, tiers, chained=attention.chained)
-        windows = [Window(_look_up(blocks, keys, tiers), each, bound) for each, blocks in sides if each.span]
-        return longest(bound, windows) or 0
+            bound = _present(blocks, keys, bound) if attention.chained else bound
+        found = [(each, _residencies(blocks, keys[: bound * KEY_BYTES], tiers)) for each, blocks in sides]
+        return longest(bound, ((each, np.frombuffer(residencies, np.uint8) != 0) for each, residencies in found))
 
 
 def _put(blocks: Blocks, item: Event | SnapshotSlice) -> None:
@@ -169,26 +161,13 @@ def _block(key: bytes, value: int) -> MirroredBlock:
     return MirroredBlock(key, value & ALL_TIERS, value >> _PRIORITY_SHIFT)
 
 
-def _leading(blocks: Blocks, keys: bytes, bound: int, tiers: int, *, chained: bool) -> int:
-    """Number of leading keys, of the first ``bound``, that a group without a window has in these tiers. Chains are
-    closed under parents, so bisection bounds the prefix; the blocks of one tier are not."""
-    end = bisect_left(range(bound), True, key=lambda place: _key(keys, place) not in blocks) if chained else bound
-    first_absent = _residencies(blocks, keys[: end * KEY_BYTES], tiers).find(0)
-    return end if first_absent < 0 else first_absent
-
-
-def _look_up(blocks: Blocks, keys: bytes, tiers: int) -> LookUp:
-    def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        found = _residencies(blocks, keys[start * KEY_BYTES : stop * KEY_BYTES], tiers)
-        return np.frombuffer(found, np.uint8), np.ones(stop - start, np.bool_)
-
-    return look_up
+def _present(blocks: Blocks, keys: bytes, bound: int) -> int:
+    """Number of present blocks of a chain, of the first ``bound``, by bisection: chains are closed under parents."""
+    return bisect_left(
+        range(bound), True, key=lambda place: keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] not in blocks
+    )
 
 
 def _residencies(blocks: Blocks, keys: bytes, tiers: int) -> bytes:
     """The residencies, one byte per block, without the bits of other tiers."""
     return bytes([value & tiers for value in map(blocks.get, split_keys(keys), repeat(0))])
-
-
-def _key(keys: bytes, place: int) -> bytes:
-    return keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]

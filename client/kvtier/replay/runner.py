@@ -75,7 +75,7 @@ async def replay(
     async with Mirror(client, [cache.name]) as mirror:
         began = time.perf_counter()
         for request in requests:
-            if keys := [key_of(block) for block in request.ids[: cache.slots(tier)]]:
+            if keys := [key_of(block) for block in request[: cache.slots(tier)]]:
                 await _serve(cache, tier, payload, keys, report)
             report.requests += 1
             progress(report.requests)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import aiofiles
 import numpy as np
@@ -30,11 +29,8 @@ _KEY_WORDS: Final = 2
 """8-byte words of the key that go into a block's bytes."""
 
 
-@dataclass(slots=True, frozen=True)
-class Request:
-    """The blocks of a request, in the order of its prompt."""
-
-    ids: tuple[int, ...]
+Request: TypeAlias = tuple[int, ...]
+"""The ids of a request's blocks, in the order of its prompt."""
 
 
 async def read(path: Path, limit: int | None = None) -> list[Request]:
@@ -62,7 +58,7 @@ def _request(where: str, line: str) -> Request:
         raise InvalidArgument(f"{where}: hash_ids", ids, "a list of ids from 0 to 2^64-1")
     if len(set(ids)) != len(ids):
         raise InvalidArgument(f"{where}: hash_ids", ids, "ids that are all different")
-    return Request(tuple(ids))
+    return tuple(ids)
 
 
 def key_of(block: int) -> bytes:

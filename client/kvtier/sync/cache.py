@@ -29,7 +29,7 @@ from kvtier.memory.tiers import Memory
 from kvtier.sync.loop import LoopThread, LoopWork
 from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.verbs import PrefixVerbs
-from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
+from kvtier.wire import Keys, ListedBlock, Location, Match, Page, ReadCounts, packed_chains, packed_keys
 
 Inner = TypeVar("Inner")
 L = TypeVar("L", bound=lease.Lease)
@@ -335,7 +335,7 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
         return _or_ask(self.thread, found, lambda: self.inner.probe(packed, timeout=timeout))
 
     @like(cache.Cache.locate)
-    def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
+    def locate(self, keys: Keys, *, timeout: float | None = None) -> list[Location]:
         packed = _asked(self.thread, keys, timeout)
         found = self.inner.reader.locate(packed, self.group)
         return _or_ask(self.thread, found, lambda: self.inner.locate(packed, timeout=timeout))

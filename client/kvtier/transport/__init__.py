@@ -35,17 +35,6 @@ Connection = AttachConnection | StreamConnection
 
 
 @dataclass(slots=True, frozen=True)
-class Attached:
-    """A connection that the daemon welcomed, and its channel."""
-
-    connection: Connection
-    welcome: session_pb2.Welcome
-    channel: grpc.aio.Channel
-    calls: grpc.aio.Channel | LocalChannel
-    """The channel for calls."""
-
-
-@dataclass(slots=True, frozen=True)
 class Stubs:
     """The daemon's services over one channel."""
 
@@ -97,8 +86,8 @@ class LocalTransport:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
-        """Connects and says hello, with the token of an earlier session if given.
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Link:
+        """Connects and says hello, with the token of an earlier session if given. The session's number is not set yet.
 
         ``channel``: the earlier session's channel, for reuse. Raises :class:`kvtier.errors.KvtierError`, with the
         reason UNKNOWN_SESSION for a token that the daemon does not know.
@@ -107,13 +96,13 @@ class LocalTransport:
         connection = await AttachConnection.open(self._address)
         try:
             welcome = await connection.hello(token)
+            if channel is None or not welcome.resumed:
+                path = protocol.socket_path(self._address, protocol.RPC_SOCKET)
+                channel = open_channel(f"unix:{path}")
+            return Link(0, welcome, connection, channel, Stubs.over(LocalChannel(channel, connection)))
         except BaseException:
             connection.close()
             raise
-        if channel is None or not welcome.resumed:
-            path = protocol.socket_path(self._address, protocol.RPC_SOCKET)
-            channel = open_channel(f"unix:{path}")
-        return Attached(connection, welcome, channel, LocalChannel(channel, connection))
 
 
 class TcpTransport:
@@ -126,19 +115,19 @@ class TcpTransport:
         self._tls = tls
         self._looked = False
 
-    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Link:
         """See :meth:`LocalTransport.attach`. Always opens a new channel: a broken channel may back off for longer than
         the daemon is away."""
         channel = await self._channel()
         try:
             connection, welcome = await StreamConnection.open(channel, token)
+            return Link(0, welcome, connection, channel, Stubs.over(channel))
         except BaseException as error:
             await channel.close()
             if isinstance(error, DaemonUnavailable) and self._tls is not None:
                 message = f"{error}; a daemon that does not accept {self._tls.cert} hangs up in the same way"
                 raise DaemonUnavailable(message, reason=error.reason) from error
             raise
-        return Attached(connection, welcome, channel, channel)
 
     async def _channel(self) -> grpc.aio.Channel:
         """Reads the files of TLS for each channel, since they are renewed while a client lives."""

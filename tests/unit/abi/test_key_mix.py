@@ -35,7 +35,7 @@ def test_what_somebody_counts_up_anywhere_in_a_key_is_spread_evenly():
 def test_a_key_stands_elsewhere_in_another_group_and_under_another_seed():
     keys = np.random.default_rng(1).integers(0, 2**64, (1000, 4), np.uint64)
     homes = [
-        KeyMix(seed, 1 << 20).many(keys, group).first.tolist()
+        KeyMix(seed, 1 << 20).many(keys, group)[0].tolist()
         for seed, group in ((b"\1" * 32, 0), (b"\1" * 32, 1), (b"\3" * 32, 0))
     ]
     for one, other in ((0, 1), (0, 2), (1, 2)):

@@ -15,7 +15,6 @@ from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.chains import Chains, are_distinct
 from kvtier.types import Cursor
-from kvtier.wire import Locations
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import IndexedBlocks, KeyIndex
 from tests.unit.client.windows import (
@@ -106,46 +105,20 @@ def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
 
 def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
     index = Index([set(), set(range(8)), set(), set(), set()])
-    reader, find = index.chains._index, index.chains._index.presence
+    reader, look_up = index.chains._index, index.chains._index.find
 
     class Leaving:
         prefix_length = reader.prefix_length
         shown = reader.shown
 
-        def presence(self, keys: bytes, group: int) -> object:
+        def find(self, keys: bytes, group: int) -> object:
             for place in (7, 6, 5):  # a block never outlives its parent
                 index.put(FULL, place, 0)
-            return find(keys, group)
+            return look_up(keys, group)
 
     chains = Chains(Leaving(), SPEC)  # type: ignore[arg-type]
     match = chains.match(PACKED[: 8 * 32], [FULL])
     assert match is not None and match.blocks == 5
-
-
-def locations(count: int) -> Locations:
-    numbers = np.arange(count)
-    return Locations(
-        (numbers % 8).astype(np.uint8),
-        numbers.astype(np.uint32),
-        (numbers + 100).astype(np.uint64),
-        (numbers + 200).astype(np.uint32),
-        (numbers + 300).astype(np.uint64),
-    )
-
-
-def test_locations_are_a_list_of_them() -> None:
-    found = locations(9)
-    listed = list(found)
-    assert len(found) == 9
-    assert [found[at] for at in range(9)] == listed == [*found[:4], *found[4:]]
-    assert found == listed and listed == found
-    assert found == locations(9) and found != locations(8) and found != [*listed[:8], listed[7]]
-    assert found[-1] == listed[8] and listed[3] in found
-    assert (found[3].device_slot, found[3].host_generation) == (3, 303)
-    assert (found[4].device_slot, found[4].host_slot, found[4].residency) == (None, None, 4)
-    assert type(found[1].device_slot) is int and type(found[1].residency) is int
-    with pytest.raises(IndexError):
-        found[9]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 512, 513, 2000])

@@ -19,8 +19,8 @@ def prefix_lru_hits(requests: list[Request], blocks: int) -> int:
     recency: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in requests:
-        hits += next((n for n, block in enumerate(request.ids) if block not in recency), len(request.ids))
-        for block in reversed(request.ids):
+        hits += next((n for n, block in enumerate(request) if block not in recency), len(request))
+        for block in reversed(request):
             recency[block] = None
             recency.move_to_end(block)
         while len(recency) > blocks:
@@ -30,13 +30,13 @@ def prefix_lru_hits(requests: list[Request], blocks: int) -> int:
 
 async def test_the_oracle_reaches_its_pinned_ratios() -> None:
     requests = await read(EXTRACT)
-    references = sum(len(request.ids) for request in requests)
+    references = sum(len(request) for request in requests)
     ratios = {blocks: prefix_lru_hits(requests, blocks) / references for blocks in RATIOS}
     assert ratios == pytest.approx(RATIOS, abs=0.0005)
 
 
 def test_the_oracle_on_a_trace_small_enough_to_follow() -> None:
-    requests = [Request((1, 2, 3)), Request((1, 2, 4)), Request((2, 3)), Request((1, 5))]
+    requests = [(1, 2, 3), (1, 2, 4), (2, 3), (1, 5)]
     # With three blocks: 1 and 2 hit; 3 was evicted by 4, so 2 alone hits; 1 is still there. With two, 1 is not.
     assert prefix_lru_hits(requests, 3) == 2 + 1 + 1
     assert prefix_lru_hits(requests, 2) == 2 + 1 + 0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvtier.errors import InvalidArgument
 from kvtier.replay.runner import ReplayReport
-from kvtier.replay.trace import Payload, Request, key_of, read, replay_spec
+from kvtier.replay.trace import Payload, key_of, read, replay_spec
 from kvtier.types import Tier
 
 BLOCK_BYTES = 4096
@@ -29,8 +29,8 @@ def write(path: Path, *lines: object) -> Path:
 
 async def test_requests_come_in_order_and_no_more_than_asked(tmp_path: Path) -> None:
     trace = write(tmp_path / "t", *({"timestamp": n, "hash_ids": [0, n + 1]} for n in range(5)))
-    assert await read(trace) == [Request((0, n + 1)) for n in range(5)]
-    assert await read(trace, 2) == [Request((0, 1)), Request((0, 2))]
+    assert await read(trace) == [(0, n + 1) for n in range(5)]
+    assert await read(trace, 2) == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ async def test_a_client_that_fails_inside_when_it_attaches_again_says_so_and_hol
         raise RuntimeError("a bug")
 
     if known:
-        monkeypatch.setattr("kvtier.session.Stubs.over", broken)
+        monkeypatch.setattr("kvtier.transport.Stubs.over", broken)
     else:
         monkeypatch.setattr("kvtier.arena.Binder.session_changed", broken)
         daemon.known.clear()

@@ -33,7 +33,7 @@ class Replay:
 
     def __init__(self, slots: tuple[int, ...], eviction: str) -> None:
         host = Host(dict(zip(TIERS, slots, strict=False)), Policy(eviction=eviction))
-        chains = ([Key(key_of(block)) for block in request.ids] for request in requests())
+        chains = ([Key(key_of(block)) for block in request] for request in requests())
         self.hits = sum(host.request(chain).found for chain in chains if len(chain) <= slots[0])
         self.core = host.core
 
@@ -55,7 +55,7 @@ def test_lfuda_finds_more_than_lru(slots: tuple[int, ...]) -> None:
 
 def test_three_tiers_hit_more_than_an_lru_of_the_disks_size() -> None:
     """And nearly as much as one of all three together, though blocks stand in two tiers at once."""
-    sent = [request for request in requests() if len(request.ids) <= THREE_TIERS[0]]
+    sent = [request for request in requests() if len(request) <= THREE_TIERS[0]]
     three = replayed(THREE_TIERS, "lru")
     assert three.hits > prefix_lru_hits(sent, THREE_TIERS[-1])
     assert three.hits > 0.95 * prefix_lru_hits(sent, sum(THREE_TIERS))

@@ -79,7 +79,7 @@ def test_lfuda_finds_hardly_less_than_lru_whatever_the_traffic(kinds, slots, sec
 
 @cache
 def extract() -> list[list[bytes]]:
-    return keyed([request.ids for request in asyncio.run(read(EXTRACT))])
+    return keyed(asyncio.run(read(EXTRACT)))
 
 
 @pytest.mark.parametrize("slots", [1_000, 2_000, 6_000])
