@@ -129,7 +129,7 @@ async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart
     async with kvtier.connect(daemon.address) as client:
         cache = await client.open_cache("demo", SPEC)
         for request in reversed(requests):
-            keys = [key_of(block) for block in request.ids]
+            keys = [key_of(block) for block in request]
             match = await cache.match(keys)
             on_disk = sum(bool(where & kvtier.Tier.DISK.bit) for where in match.residency)
             if not on_disk:
@@ -145,7 +145,7 @@ async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart
 
 def gain(report: ReplayReport, requests: list[Request]) -> str:
     """Compares the blocks found with the blocks that simulated hosts find, and with the work of computing them."""
-    chains = [[key_of(block) for block in request.ids[: SLOTS.device]] for request in requests]
+    chains = [[key_of(block) for block in request[: SLOTS.device]] for request in requests]
     all_slots = SLOTS.device + SLOTS.host + SLOTS.disk
     found = sum(report.hits.values())
     alone = blocks_found("lru", {Tier.DEVICE: SLOTS.device}, chains)

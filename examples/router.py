@@ -70,7 +70,7 @@ async def serve(caches: Mapping[str, kvtier.Cache], route: Router, chains: Seque
 
 
 async def main(trace: Path = TRACE, limit: int = REQUESTS) -> None:
-    chains = [[key_of(block) for block in request.ids] for request in await read(trace, limit)]
+    chains = [[key_of(block) for block in request] for request in await read(trace, limit)]
     budgets = {kvtier.Tier.HOST: HOST_BLOCKS * SPEC.record_bytes(0)}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
