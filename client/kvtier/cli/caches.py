@@ -30,7 +30,7 @@ def cache() -> None:
 @address_option
 @output_option()
 def list_caches(daemon: DaemonAt, form: str) -> None:
-    """List the caches and their bytes in each tier, and caches that are not served."""
+    """List the caches and their bytes in each tier."""
     found, stats = daemon.ask(lambda client: asyncio.gather(client.caches(), client.stats()))
     absent = [f"\n{problem}" for problem in stats.problems if problem.startswith("cache ")]
     show(form, [as_object(info) for info in found], Group(_table(found), *absent))
