@@ -6,7 +6,7 @@ from kvtier import CallerError, KvtierError, Tier, TierFull
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.scraping import LISTEN, scrape
-from tests.integration.starting import kvtierd
+from tests.integration.starting import kvtierd, refused
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import patient
@@ -113,12 +113,21 @@ async def test_a_check_fails_as_the_start_would_and_harms_no_running_daemon(daem
     daemon.sizes = sizes(host=12, disk=8)
     before = {path: path.read_bytes() for path in daemon.state_dir.rglob("SUPERBLOCK*")}
     ended = check(daemon)
-    assert ended.returncode == 2 and ended.stderr.startswith("kvtierd: command line: --disk-bytes = 0: "), ended
+    wanted = f"at least {2 * 8 * SLOT_BYTES}, the bytes of the stored caches up to b"
+    says = f"kvtierd: command line: --disk-bytes = {8 * SLOT_BYTES}: {wanted}\n"
+    assert (ended.returncode, ended.stderr) == (2, says), ended
     assert {path: path.read_bytes() for path in daemon.state_dir.rglob("SUPERBLOCK*")} == before
     assert await problems(daemon) == ()
     (damaged := daemon.state_dir / "caches/SUPERBLOCK").write_text("kvtier")
     assert (check(daemon).returncode, "warning: tiers are not compared" in check(daemon).stderr) == (0, True)
     assert damaged.read_text() == "kvtier"
+
+
+@pytest.mark.parametrize(("tier", "says"), [(Tier.HOST, "this machine has"), (Tier.DISK, "the file system of")])
+def test_a_check_refuses_sizes_above_the_machines(short_dir, tier, says):
+    daemon = DaemonProcess(short_dir, {tier: 1 << 49})
+    ended = check(daemon)
+    assert (ended.returncode, ended.stderr) == (2, f"{refused(daemon, status=2)}\n") and says in ended.stderr
 
 
 async def test_kept_memory_without_room_is_dropped_in_words(short_dir, ending):

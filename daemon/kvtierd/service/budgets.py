@@ -258,8 +258,9 @@ class Budgets:
         on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
         wanted = tier_bytes(spec, on_disk)
         if wanted > self.left(Tier.DISK):
-            limit = f"at least {wanted}, the bytes of the stored cache {cache.name}, beside the other caches"
-            raise TierConfigError("disk_bytes", self.left(Tier.DISK), limit)
+            disk = self._accounts[Tier.DISK]
+            limit = f"at least {disk.size - disk.left + wanted}, the bytes of the stored caches up to {cache.name}"
+            raise TierConfigError("disk_bytes", disk.size, limit)
         slots = {Tier.DISK: on_disk}
         for tier in (Tier.DEVICE, Tier.HOST):
             left = self.left(tier)
@@ -492,8 +493,9 @@ class RememberedSlots:
             self._content = now
 
 
-def require_possible(config: Config) -> None:
-    """Checks that the tiers fit into the machine. Blocks. Raises :class:`TierConfigError` for the largest wrong key."""
+def require_possible(config: Config) -> str:
+    """Checks that the tiers fit into the machine. Blocks. Returns a warning, or an empty string. Raises
+    :class:`TierConfigError` for the largest wrong key."""
     stand_in = sum(int(device.bytes) for device in config.device if device.name == STAND_IN)
     in_memory = {"host_bytes": int(config.host_bytes), "device": stand_in}
     wanted, has = sum(in_memory.values()), total_bytes()
@@ -508,10 +510,9 @@ def require_possible(config: Config) -> None:
             raise TierConfigError("disk_bytes", int(config.disk_bytes), limit)
         free = _file_system_bytes(config.disk_path, free=True) + _bytes_below(config.disk_path)
         if config.disk_bytes > free > 0:
-            says = (
-                "the disk tier is larger than its share of the file system can be disk_bytes=%d free_or_own=%d dir=%s"
-            )
-            _log.warning(says, config.disk_bytes, free, config.disk_path)
+            values = f"disk_bytes={int(config.disk_bytes)} free_or_own={free} dir={config.disk_path}"
+            return f"the disk tier is larger than its share of the file system can be {values}"
+    return ""
 
 
 def _bytes_below(path: Path) -> int:
