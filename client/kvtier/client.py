@@ -217,7 +217,7 @@ class AsyncClient:
         return wire.daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
-        """All caches, including caches that no session has open."""
+        """All caches, including caches that no session has open, and caches that are not served."""
         reply = await self._ask(lambda stubs: stubs.caches.List, caches_pb2.ListCachesRequest(), timeout)
         return [wire.cache_info(each) for each in reply.caches]
 

@@ -85,13 +85,14 @@ async def test_without_a_disk_tier_its_caches_are_told_and_come_back(daemon, reo
     rest = tuple(f"cache {name}: {RESTS}" for name in NAMES)
     assert again(daemon, host=12) == rest
     assert await problems(daemon) == tuple(f"cache {name} is not served: {RESTS}" for name in NAMES)
-    assert all(
-        f"cache {name} is not served: {RESTS}\n" in kvtier("cache", "ls", "--address", daemon.address).stdout
-        for name in NAMES
-    )
+    listed, seen = kvtier("cache", "ls", "--address", daemon.address).stdout, await scrape(daemon)
+    assert all(f"cache {name} is not served: {RESTS}\n" in listed for name in NAMES)
+    for tier, slots in ((Tier.HOST, 4), (Tier.DISK, 8)):
+        assert seen.values("kvtier_missing_bytes", tier=str(tier)) == {(name,): slots * SLOT_BYTES for name in NAMES}
     async with await patient(daemon.address) as client:
         with pytest.raises(CallerError, match=r"^cache a is not served: it has slots on disk"):
             await client.open_cache("a")
+        assert [(info.name, info.not_served) for info in await client.caches()] == [(name, RESTS) for name in NAMES]
         for name in () if reopened is None else NAMES:
             await client.open_cache(name, SPEC, budgets=reopened)
         lacks = tuple(f"cache {name}: no room for its 96.0 KiB of disk" for name in NAMES)
