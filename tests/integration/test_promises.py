@@ -78,6 +78,8 @@ async def test_a_promise_is_no_room_that_others_may_not_take(daemon):
         await client.remove_cache("a")
         await client.open_cache("aa", SPEC, budgets=sizes(host=4))
     assert again(daemon, host=8, disk=64) == await problems(daemon) == ()
+    async with await patient(daemon.address) as client:
+        assert [info.name for info in await client.caches()] == ["b"], "a stop ends a cache in memory only"
 
 
 @pytest.mark.parametrize(("reopened", "host"), [(None, 4), ({}, 4), (sizes(host=3), 3)])
