@@ -209,7 +209,7 @@ class AsyncClient:
         return wire.same_fields(DaemonStats, reply)
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
-        """All caches, including caches that no session has open."""
+        """All caches, including caches that no session has open, and caches that are not served."""
         reply = await self._ask(lambda stubs: stubs.caches.List, caches_pb2.ListCachesRequest(), timeout)
         return [wire.cache_info(each) for each in reply.caches]
 

@@ -474,7 +474,8 @@ class GroupInfo:
 class CacheInfo:
     """A cache: the meaning of its bytes and their places. ``device``: a GPU's uuid, ``stand-in``, or empty. ``remote``:
     the daemon has a remote store. ``idle_s``: seconds since a session had it open. ``last_user``: of the last opening,
-    in this daemon's life."""
+    in this daemon's life. ``not_served``: why no client can open it by its name; it then has no specification, and no
+    groups."""
 
     cache_id: int
     name: str
@@ -488,3 +489,4 @@ class CacheInfo:
     remote: bool = False
     idle_s: int = 0
     last_user: str = ""
+    not_served: str = ""

@@ -82,7 +82,8 @@ def main(
 
 
 def _check_files(loaded: Loaded) -> None:
-    """Ends the process if a start could not use a TLS file, the store or the disk tier. Warns of shrunken caches."""
+    """Ends the process if a start could not use a TLS file, the store or a tier. Warns of shrunken caches."""
+    from kvtierd.service.budgets import require_possible
     from kvtierd.service.promises import shortages
     from kvtierd.tiers.base import TierConfigError
 
@@ -92,7 +93,7 @@ def _check_files(loaded: Loaded) -> None:
     if loaded.config.remote is not None:
         faults += _store_faults(loaded.config.remote)
     try:
-        for warning in shortages(loaded.config):
+        for warning in filter(None, (require_possible(loaded.config), *shortages(loaded.config))):
             click.echo(logs.marked(f"kvtierd: warning: {warning}", logging.WARNING), err=True)
     except TierConfigError as error:
         faults.append(str(error))

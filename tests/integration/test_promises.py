@@ -6,7 +6,7 @@ from kvtier import CallerError, KvtierError, Tier, TierFull
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.scraping import LISTEN, scrape
-from tests.integration.starting import kvtierd
+from tests.integration.starting import kvtierd, refused
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import patient
@@ -78,6 +78,8 @@ async def test_a_promise_is_no_room_that_others_may_not_take(daemon):
         await client.remove_cache("a")
         await client.open_cache("aa", SPEC, budgets=sizes(host=4))
     assert again(daemon, host=8, disk=64) == await problems(daemon) == ()
+    async with await patient(daemon.address) as client:
+        assert [info.name for info in await client.caches()] == ["b"], "a stop ends a cache in memory only"
 
 
 @pytest.mark.parametrize(("reopened", "host"), [(None, 4), ({}, 4), (sizes(host=3), 3)])
@@ -85,13 +87,14 @@ async def test_without_a_disk_tier_its_caches_are_told_and_come_back(daemon, reo
     rest = tuple(f"cache {name}: {RESTS}" for name in NAMES)
     assert again(daemon, host=12) == rest
     assert await problems(daemon) == tuple(f"cache {name} is not served: {RESTS}" for name in NAMES)
-    assert all(
-        f"cache {name} is not served: {RESTS}\n" in kvtier("cache", "ls", "--address", daemon.address).stdout
-        for name in NAMES
-    )
+    listed, seen = kvtier("cache", "ls", "--address", daemon.address).stdout, await scrape(daemon)
+    assert all(f"cache {name} is not served: {RESTS}\n" in listed for name in NAMES)
+    for tier, slots in ((Tier.HOST, 4), (Tier.DISK, 8)):
+        assert seen.values("kvtier_missing_bytes", tier=str(tier)) == {(name,): slots * SLOT_BYTES for name in NAMES}
     async with await patient(daemon.address) as client:
         with pytest.raises(CallerError, match=r"^cache a is not served: it has slots on disk"):
             await client.open_cache("a")
+        assert [(info.name, info.not_served) for info in await client.caches()] == [(name, RESTS) for name in NAMES]
         for name in () if reopened is None else NAMES:
             await client.open_cache(name, SPEC, budgets=reopened)
         lacks = tuple(f"cache {name}: no room for its 96.0 KiB of disk" for name in NAMES)
@@ -113,12 +116,21 @@ async def test_a_check_fails_as_the_start_would_and_harms_no_running_daemon(daem
     daemon.sizes = sizes(host=12, disk=8)
     before = {path: path.read_bytes() for path in daemon.state_dir.rglob("SUPERBLOCK*")}
     ended = check(daemon)
-    assert ended.returncode == 2 and ended.stderr.startswith("kvtierd: command line: --disk-bytes = 0: "), ended
+    wanted = f"at least {2 * 8 * SLOT_BYTES}, the bytes of the stored caches up to b"
+    says = f"kvtierd: command line: --disk-bytes = {8 * SLOT_BYTES}: {wanted}\n"
+    assert (ended.returncode, ended.stderr) == (2, says), ended
     assert {path: path.read_bytes() for path in daemon.state_dir.rglob("SUPERBLOCK*")} == before
     assert await problems(daemon) == ()
     (damaged := daemon.state_dir / "caches/SUPERBLOCK").write_text("kvtier")
     assert (check(daemon).returncode, "warning: tiers are not compared" in check(daemon).stderr) == (0, True)
     assert damaged.read_text() == "kvtier"
+
+
+@pytest.mark.parametrize(("tier", "says"), [(Tier.HOST, "this machine has"), (Tier.DISK, "the file system of")])
+def test_a_check_refuses_sizes_above_the_machines(short_dir, tier, says):
+    daemon = DaemonProcess(short_dir, {tier: 1 << 49})
+    ended = check(daemon)
+    assert (ended.returncode, ended.stderr) == (2, f"{refused(daemon, status=2)}\n") and says in ended.stderr
 
 
 async def test_kept_memory_without_room_is_dropped_in_words(short_dir, ending):

@@ -15,10 +15,11 @@ import pytest
 from kvtier import Client, DaemonUnavailable, Event, PermissionDenied, Tier, connect
 from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import AttachSocket, attached, refusal
 from tests.integration.seeing import tier_stats
 from tests.integration.test_transfer import header, part
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 READERS, ROUTERS = 4711, 4712
@@ -149,6 +150,20 @@ async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon):
     assert "the right to admin on any cache" in answers[7]
     # What there is cannot be told from what there is not.
     assert answers[6] == answers[5].replace("secret", "other")
+
+
+async def test_a_reader_is_told_of_caches_that_are_not_served(short_dir, ending, tmp_path):
+    (tmp_path / "kvtierd.toml").write_text(RULES)
+    daemon = DaemonProcess(short_dir, sizes(host=4, disk=8), ["--config", str(tmp_path / "kvtierd.toml")])
+    ending.callback(daemon.stop)
+    daemon.start()
+    async with await patient(daemon.address) as client:
+        for name in ("mine", "secret"):
+            await client.open_cache(name, SPEC, budgets=sizes(host=2, disk=4))
+    daemon.stop()
+    daemon.sizes = sizes(host=4)
+    daemon.start()
+    assert ended(open_up(daemon), [NOBODY], ("list", "")) == ["mine"]
 
 
 async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon):

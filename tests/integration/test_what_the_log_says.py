@@ -58,7 +58,9 @@ def test_the_doctor_asks_the_daemon_at_the_address(start_fresh, tmp_path):
     says = f"that of the daemon; a daemon, pid {daemon.pid}, serves at {daemon.address}"
     assert (found["configuration"]["level"], found["configuration"]["found"]) == ("ok", says)
     assert str(daemon.disk_dir) in found["disk space"]["found"]
-    # With options of kvtierd the configuration is theirs; the daemon is still the one at the address.
-    said = kvtier("doctor", "--host-bytes", "1MiB", "--address", daemon.address).stdout
-    assert f"accepted; a daemon, pid {daemon.pid}, serves at {daemon.address}" in said
+    # Options of kvtierd change the configuration of the daemon at the address, whose directories stay.
+    said = json.loads(kvtier("doctor", "-o", "json", "--disk-bytes", "1MiB", env=env).stdout)
+    found = {each["check"]: each["found"] for each in said}
+    assert found["configuration"] == says.replace("daemon;", "daemon with these options;")
+    assert found["disk space"].startswith(f"{daemon.disk_dir}: 1.0 MiB configured")
     assert "no tier is configured" in kvtier("doctor", env=env | {"KVTIER_ADDRESS": str(tmp_path)}, status=1).stdout

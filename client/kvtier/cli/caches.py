@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,8 +30,8 @@ def cache() -> None:
 @output_option()
 def list_caches(daemon: DaemonAt, form: str) -> None:
     """List the caches and their bytes in each tier."""
-    found, stats = daemon.ask(lambda client: asyncio.gather(client.caches(), client.stats()))
-    absent = [f"\n{problem}" for problem in stats.problems if problem.startswith("cache ")]
+    found = daemon.ask(lambda client: client.caches())
+    absent = [f"\ncache {info.name} is not served: {info.not_served}" for info in found if info.not_served]
     show(form, [as_object(info) for info in found], Group(_table(found), *absent))
 
 
@@ -152,6 +151,7 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
         "idle_s": info.idle_s,
         "last_user": info.last_user,
         "device": info.device,
+        "not_served": info.not_served,
         "groups": [
             {
                 "group": group.group,
@@ -184,7 +184,7 @@ def _table(found: list[CacheInfo]) -> Table | str:
         for group in info.groups
     ]
     columns = ("cache", "window", "blocks", "open", "idle", "last user", "block", *map(str, TIERS), "model")
-    return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no caches that you may see"
+    return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no served caches that you may see"
 
 
 def _window(info: CacheInfo, group: int) -> str:

@@ -90,15 +90,17 @@ class ProgramFailed(Exception):
 
 
 def examine(place: DaemonAt, flags: Sequence[str]) -> list[Finding]:
-    """Checks the machine against the configuration of the daemon at ``place``. With ``flags``, or if no daemon there
-    can be asked, against the configuration that ``kvtierd`` has with these options."""
+    """Checks the machine against the configuration of the daemon at ``place``, changed by ``flags``. If these name a
+    file or another daemon, or no daemon answers, against the configuration that ``kvtierd`` has with them."""
     answers, stats = ask_daemon(place)
     named = {flag.partition("=")[0] for flag in flags}
-    running = None if flags or stats is None or is_tcp(place.address) else started_with(stats.pid)
-    if running is None and "--config" not in named and "KVTIERD_CONFIG" not in os.environ:
-        flags = [*(["--config", str(USUAL_FILE)] if is_there(USUAL_FILE) else []), *flags]
+    others = not named.isdisjoint(("--config", "--runtime-dir"))
+    running = None if others or stats is None or is_tcp(place.address) else started_with(stats.pid)
+    own, variables = running or ([], None)
+    if running is None and "--config" not in named and "KVTIERD_CONFIG" not in os.environ and is_there(USUAL_FILE):
+        own = ["--config", str(USUAL_FILE)]
     try:
-        needs = read_needs(*(running or (flags,)))
+        needs = read_needs([*own, *flags], variables)
     except ProgramFailed as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
         # A running daemon has a configuration, but this user may not be allowed to read it.
@@ -108,7 +110,7 @@ def examine(place: DaemonAt, flags: Sequence[str]) -> list[Finding]:
         answers, stats = ask_daemon(place)
     pid = 0 if stats is None or is_tcp(place.address) else stats.pid
     runs = f"a daemon, pid {pid}," if pid else "a daemon" if answers else "no daemon"
-    whose = "that of the daemon" if running else "accepted"
+    whose = f"that of the daemon{' with these options' if flags else ''}" if running else "accepted"
     findings = [Finding("configuration", Level.OK, f"{whose}; {runs} serves at {place.address}")]
     checks: dict[str, Callable[[], Finding]] = {
         "locked memory": lambda: check_locked_memory(Path(f"/proc/{pid or 'self'}/limits").read_text(), needs),
@@ -302,10 +304,10 @@ _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold re
 def doctor(daemon: DaemonAt, flags: tuple[str, ...], form: str) -> None:
     """Check this machine against the daemon's configuration.
 
-    Gives advice if the machine does not meet the configuration, by default that of the daemon at the address. If none
-    answers there, or you name options of kvtierd, it is the configuration with these options: --config FILE, or single
-    keys, for example --device cuda=80%. The file is then /etc/kvtier/kvtierd.toml, if it exists. Run it as root or as
-    the daemon's user.
+    Gives advice if the machine does not meet the configuration, by default that of the daemon at the address. Options
+    of kvtierd change single keys of it, for example --device cuda=80%. With --config FILE or --runtime-dir, or if no
+    daemon answers there, the file is FILE, or /etc/kvtier/kvtierd.toml if it exists. Run it as root or as the daemon's
+    user.
 
     Exit status 1 if any check fails.
     """

@@ -64,7 +64,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt:
     async def found(client: AsyncClient) -> Holdings:
         if isinstance(wanted, bytes):
             return await client.holdings(wanted, cache=cache)
-        specs = {each.name: each.spec for each in await client.caches()}
+        specs = {each.name: each.spec for each in await client.caches() if not each.not_served}
         if cache not in specs:
             raise NotFound(f"no such cache that you may read: {cache}", reason="UNKNOWN_CACHE")
         step = specs[cache].tokens_per_block

@@ -167,7 +167,7 @@ async def warn_of_silence(
     if not caches and not groups:
         return
     try:
-        there = {info.name: info for info in await client.caches()}
+        there = {info.name: info for info in await client.caches() if not info.not_served}
     except PermissionDenied:  # listing caches and watching need different rights
         return
     for name in caches:

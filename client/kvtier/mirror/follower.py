@@ -328,7 +328,7 @@ class Mirror(MirrorView):
         with suppress(KvtierError):
             found = [each for each in await self._client.caches(timeout=_ASK_S) if each.name == cache]
         slots = (tier.slots for each in found for group in each.groups for tier in group.tiers)
-        return min(MOST_BLOCKS, 2 * sum(slots)) if found else MOST_BLOCKS
+        return min(MOST_BLOCKS, 2 * sum(slots)) or MOST_BLOCKS
 
 
 class _TooMany(DaemonError):

@@ -450,6 +450,7 @@ class CacheInfo(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
     LAST_USER_FIELD_NUMBER: builtins.int
+    NOT_SERVED_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     fingerprint: builtins.bytes
@@ -470,6 +471,8 @@ class CacheInfo(google.protobuf.message.Message):
     """seconds since a session had the cache open, in this daemon's life; 0 = a session has"""
     last_user: builtins.str
     """of the latest Open in this daemon's life, like "uid 1000"; "": none"""
+    not_served: builtins.str
+    """of a known cache: why no client can open it by its name; only name is set besides"""
     @property
     def spec(self) -> global___CacheSpec: ...
     @property
@@ -493,9 +496,10 @@ class CacheInfo(google.protobuf.message.Message):
         device: builtins.str = ...,
         idle_s: builtins.int = ...,
         last_user: builtins.str = ...,
+        not_served: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "has_old_blocks", b"has_old_blocks", "idle_s", b"idle_s", "last_user", b"last_user", "name", b"name", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "has_old_blocks", b"has_old_blocks", "idle_s", b"idle_s", "last_user", b"last_user", "name", b"name", "not_served", b"not_served", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
 

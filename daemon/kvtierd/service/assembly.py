@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import itemgetter
 from typing import Final
@@ -35,7 +35,7 @@ from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.notify import Notifier
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
-from kvtierd.service.cache import CacheSettings
+from kvtierd.service.cache import CacheSettings, Wanted
 from kvtierd.service.devices import Device, Devices
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.recovery import NOBODY, About, Keeper, KeptArena, OldLife, adopt
@@ -70,6 +70,17 @@ class Stores:
     options: CacheSettings
     forgotten: Forgotten
     keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
+
+    def new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheSettings:
+        """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
+        options = self.options
+        past = self.remembered.past_options(name, spec.fingerprint().hex())
+        if past is not None:
+            try:
+                options = CacheSettings.from_stored(past)
+            except (TypeError, ValueError) as error:
+                _log.warning("remembered options are not used name=%s why=%r", name, str(error))
+        return replace(options, resized=False, **named)
 
 
 @dataclass(slots=True, frozen=True)
@@ -196,9 +207,9 @@ class Assembler:
         if not plan.stored or plan.changed:
             in_memory = Tier.DISK not in plan.slots  # a disk store has its options
             past = PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored()) if in_memory else None
-            remembered.put(plan.name, plan.promised or plan.slots, past, device)
+            remembered.put(plan.name, plan.promised or plan.slots, past, device, _block_bytes(plan.spec))
         elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
-            remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
+            remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device, _block_bytes(plan.spec))
 
     def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
         """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
@@ -446,3 +457,7 @@ def described(devices: Devices) -> list[admin_pb2.DeviceStats]:
         else admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
         for each in devices
     ]
+
+
+def _block_bytes(spec: CacheSpec) -> tuple[int, ...]:
+    return tuple(map(spec.record_bytes, range(len(spec.groups))))

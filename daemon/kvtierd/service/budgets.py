@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from operator import mul
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -258,8 +259,9 @@ class Budgets:
         on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
         wanted = tier_bytes(spec, on_disk)
         if wanted > self.left(Tier.DISK):
-            limit = f"at least {wanted}, the bytes of the stored cache {cache.name}, beside the other caches"
-            raise TierConfigError("disk_bytes", self.left(Tier.DISK), limit)
+            disk = self._accounts[Tier.DISK]
+            limit = f"at least {disk.size - disk.left + wanted}, the bytes of the stored caches up to {cache.name}"
+            raise TierConfigError("disk_bytes", disk.size, limit)
         slots = {Tier.DISK: on_disk}
         for tier in (Tier.DEVICE, Tier.HOST):
             left = self.left(tier)
@@ -337,13 +339,14 @@ class PastOptions:
 @dataclass(slots=True, frozen=True)
 class _Content:
     """The content of :class:`RememberedSlots`, by name of the cache. ``shares``: bytes by name of the share. ``gpus``:
-    uuids by the names in the configuration."""
+    uuids by the names in the configuration. ``block_bytes``: by window group."""
 
     slots: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, PastOptions] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
     gpus: Mapping[str, str] = field(default_factory=dict)
+    block_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -379,6 +382,7 @@ class _Content:
                 {str(name): int(nbytes) for name, nbytes in content.get("shares", {}).items()},
                 {str(name): str(device) for name, device in content.get("devices", {}).items()},
                 {str(name): str(uuid) for name, uuid in content.get("gpus", {}).items()},
+                {str(name): tuple(map(int, each)) for name, each in content.get("block_bytes", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedDirectory(path, f"its budgets cannot be read: {error!r}") from error
@@ -387,6 +391,7 @@ class _Content:
         """Raises TierIOError."""
         past = {name: asdict(one) for name, one in self.options.items()}
         content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
+        content |= {"block_bytes": self.block_bytes}
         with superblock.io_errors(f"cannot write {path}"):
             superblock.make_private_directory(path)
             superblock.write_superblock(path, KIND, content | {"devices": self.devices, "gpus": self.gpus})
@@ -414,6 +419,11 @@ class RememberedSlots:
         """The promised slots; empty for an unknown cache."""
         return {Tier[tier.upper()]: counts for tier, counts in self._content.slots.get(name, {}).items()}
 
+    def promised_bytes(self, name: str) -> dict[Tier, int]:
+        """The bytes of the promised slots."""
+        each = self._content.block_bytes.get(name, ())
+        return {tier: sum(map(mul, counts, each)) for tier, counts in self.get(name).items()}
+
     @property
     def gpus(self) -> Mapping[str, str]:
         """The uuid of each GPU of the last start, by its name in the configuration."""
@@ -437,8 +447,16 @@ class RememberedSlots:
         past = self._content.options.get(name)
         return past.options if past is not None and past.spec == spec else None
 
-    def put(self, name: str, slots: Slots, past: PastOptions | None = None, device: str = "") -> None:
-        """Remembers a cache. ``past``: options of a cache that is not on disk. Raises TierIOError."""
+    def put(
+        self,
+        name: str,
+        slots: Slots,
+        past: PastOptions | None = None,
+        device: str = "",
+        block_bytes: tuple[int, ...] = (),
+    ) -> None:
+        """Remembers a cache. ``past``: options of a cache that is not on disk. ``block_bytes``: by window group; empty
+        = as before. Raises TierIOError."""
         with self._changing:
             now = self._content
             others = {each: options for each, options in now.options.items() if each != name}
@@ -446,6 +464,7 @@ class RememberedSlots:
                 slots={**now.slots, name: {str(tier): counts for tier, counts in slots.items()}},
                 options=others if past is None else others | {name: past},
                 devices={**now.devices, name: device},
+                block_bytes={**now.block_bytes, name: block_bytes or now.block_bytes.get(name, ())},
             )
 
     @property
@@ -486,14 +505,20 @@ class RememberedSlots:
         now = replace(self._content, **changes)
         gone = [name for name in now.options if name not in now.slots][:-MAX_PAST]
         options = {name: past for name, past in now.options.items() if name not in gone}
-        now = replace(now, options=options, devices={n: d for n, d in now.devices.items() if n in now.slots})
+        now = replace(
+            now,
+            options=options,
+            devices={n: d for n, d in now.devices.items() if n in now.slots},
+            block_bytes={n: each for n, each in now.block_bytes.items() if n in now.slots},
+        )
         if now != self._content:
             now.write(self._path)
             self._content = now
 
 
-def require_possible(config: Config) -> None:
-    """Checks that the tiers fit into the machine. Blocks. Raises :class:`TierConfigError` for the largest wrong key."""
+def require_possible(config: Config) -> str:
+    """Checks that the tiers fit into the machine. Blocks. Returns a warning, or an empty string. Raises
+    :class:`TierConfigError` for the largest wrong key."""
     stand_in = sum(int(device.bytes) for device in config.device if device.name == STAND_IN)
     in_memory = {"host_bytes": int(config.host_bytes), "device": stand_in}
     wanted, has = sum(in_memory.values()), total_bytes()
@@ -508,10 +533,9 @@ def require_possible(config: Config) -> None:
             raise TierConfigError("disk_bytes", int(config.disk_bytes), limit)
         free = _file_system_bytes(config.disk_path, free=True) + _bytes_below(config.disk_path)
         if config.disk_bytes > free > 0:
-            says = (
-                "the disk tier is larger than its share of the file system can be disk_bytes=%d free_or_own=%d dir=%s"
-            )
-            _log.warning(says, config.disk_bytes, free, config.disk_path)
+            values = f"disk_bytes={int(config.disk_bytes)} free_or_own={free} dir={config.disk_path}"
+            return f"the disk tier is larger than its share of the file system can be {values}"
+    return ""
 
 
 def _bytes_below(path: Path) -> int:

@@ -99,7 +99,7 @@ class Catalog:
         """Caches whose directories were missing at the start, until a cache of the name is removed."""
         self._unfinished: dict[str, Removal] = {}
         """Caches whose files could not be deleted, with the slots that go back to the budgets afterwards."""
-        self._unserved: dict[str, str] = {}
+        self.unserved: dict[str, str] = {}
         """Known caches for which there is no room at all, until they are opened again or removed."""
         self._noted: dict[tuple[CacheId, Tier], str] = {}
         self._loading: dict[str, asyncio.Lock] = {}
@@ -152,7 +152,7 @@ class Catalog:
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
         left_out += [f"cache {name} has lost its blocks: {why}" for name, why in sorted(self._lost.items())]
         left_out += [f"cache {name} is still being read" for name in sorted(self._loading)]
-        left_out += [f"cache {name} is not served: {why}" for name, why in sorted(self._unserved.items())]
+        left_out += [f"cache {name} is not served: {why}" for name, why in sorted(self.unserved.items())]
         noted = [(c.name, said) for c in self for tier, has in self.compared(c).items() if (said := told(tier, *has))]
         noted += [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
         return left_out + [f"cache {name}: {problem}" for name, problem in noted]
@@ -160,6 +160,13 @@ class Catalog:
     def compared(self, cache: ServedCache) -> dict[Tier, tuple[int, int]]:
         """Bytes that a cache has, and was promised, by promised tier."""
         return compared(cache.spec, self._stores.remembered.get(cache.name), cache.slots)
+
+    def missing(self) -> Iterator[tuple[str, Tier, int]]:
+        """Bytes that a cache was promised and lacks, by its name and promised tier; all bytes of an unserved cache."""
+        for cache in self:
+            yield from ((cache.name, tier, max(0, owed - has)) for tier, (has, owed) in self.compared(cache).items())
+        for name in self.unserved:
+            yield from ((name, tier, nbytes) for tier, nbytes in self._stores.remembered.promised_bytes(name).items())
 
     def note(self, cache: ServedCache, tier: Tier, problem: str | None) -> None:
         """Sets the problem of a cache's tier for health; None = no problem."""
@@ -217,7 +224,7 @@ class Catalog:
                         raise self._not_served(name)
                     home = self._stores.devices.for_new(device, asked)
                     await self._make_room(name, spec, home, asked, last_open)
-                    had, options = self._stores.remembered.get(name), self._new_options(name, spec, named)
+                    had, options = self._stores.remembered.get(name), self._stores.new_options(name, spec, named)
                     owed = {tier: counts for tier, counts in had.items() if len(counts) == len(spec.groups)}
                     slots = home.budgets.slots_for(spec, asked, owed=owed)
                     plan = Plan(name, spec, slots, options, home, promised=owed | slots if asked else slots | owed)
@@ -319,19 +326,8 @@ class Catalog:
         if (disk := self._stores.disk) is not None and family_of(cache.spec) is not None:
             self._spawn(asyncio.to_thread(disk.note_opening, cache.name), f"note-{cache.name}")
 
-    def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheSettings:
-        """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
-        options = self._stores.options
-        past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
-        if past is not None:
-            try:
-                options = CacheSettings.from_stored(past)
-            except (TypeError, ValueError) as error:
-                _log.warning("remembered options are not used name=%s why=%r", name, str(error))
-        return replace(options, resized=False, **named)
-
     def _not_served(self, name: str) -> CallRefused:
-        if (why := self._unserved.get(name)) is None:
+        if (why := self.unserved.get(name)) is None:
             return unknown("name", name)
         return refused(grpc.StatusCode.FAILED_PRECONDITION, "NOT_SERVED", f"cache {name} is not served: {why}")
 
@@ -361,7 +357,7 @@ class Catalog:
             if cache is not None:
                 check(cache)
                 removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots, cache.device)
-            elif (why := self._left_out.get(name, self._unserved.get(name))) is None:
+            elif (why := self._left_out.get(name, self.unserved.get(name))) is None:
                 raise unknown("name", name)
             elif not force:
                 message = f"cache {name} is left out: {why}; only force removes it"
@@ -379,7 +375,7 @@ class Catalog:
                 await self._stores.forgotten.reset(name, prefix)
             del self._left_out[name], self._unfinished[name]
             self._lost.pop(name, None)
-            self._unserved.pop(name, None)
+            self.unserved.pop(name, None)
             if removal.spec is not None and removal.device is not None:
                 removal.device.budgets.give_back(name, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
@@ -470,7 +466,7 @@ class Catalog:
         names = {cache.name for cache in stored}
         on_disk = {name for name in remembered.names if Tier.DISK in remembered.get(name)}
         if disk is None:
-            self._unserved = dict.fromkeys(on_disk, NO_DISK)
+            self.unserved = dict.fromkeys(on_disk, NO_DISK)
         else:
             self._left_out = await asyncio.to_thread(disk.damaged)
             gone = on_disk.difference(names, self._left_out, disk.taken_away)
@@ -506,7 +502,7 @@ class Catalog:
                 wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
                 lacking = [tier for tier in sorted(wanted) if wanted[tier] > device.budgets.left(tier)]
                 if lacking:
-                    self._unserved[name] = f"{told(lacking[0], 0, wanted[lacking[0]])}; its blocks in memory are lost"
+                    self.unserved[name] = f"{told(lacking[0], 0, wanted[lacking[0]])}; its blocks in memory are lost"
                     self._announce_gone({name: len(about.spec.groups)})
                     continue
                 device.budgets.take(name, about.spec, about.slots)
@@ -600,7 +596,7 @@ class Catalog:
         if not plan.stored and not plan.restarted:
             self._stores.forgotten.begin(cache.prefix)
         self._headers[cache_id] = cache.header
-        self._unserved.pop(plan.name, None)
+        self.unserved.pop(plan.name, None)
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache

@@ -219,7 +219,8 @@ class Daemon:
         now on. Raises the errors of ``kvtierd.tiers.base`` if a directory or an address is unavailable, a device does
         not exist, or a tier is larger than the machine. The last two are checked before anything is changed.
         """
-        await asyncio.to_thread(require_possible, config)
+        if warning := await asyncio.to_thread(require_possible, config):
+            _log.warning("%s", warning)
         store = None if config.remote is None else await opened_store(config.remote)
         spans = None if config.traces is None else _made_spans(config.traces)
         keeper = Keeper(notifier or Notifier(None), passed)

@@ -314,9 +314,9 @@ class Metrics(Collector):
             yield "kvtier_event_log_lost_events_total", (), status.lost
         if ask.remote is not None:
             yield from _of_remote(ask.remote)
+        for name, tier, nbytes in ask.catalog.missing():
+            yield "kvtier_missing_bytes", (name, str(tier)), nbytes
         for cache in ask.catalog:
-            for tier, (has, promised) in ask.catalog.compared(cache).items():
-                yield "kvtier_missing_bytes", (cache.name, str(tier)), max(0, promised - has)
             yield from _of_cache(cache, ask.engine.manager(cache.id).stats())
 
 

@@ -47,7 +47,9 @@ PATIENCE_S = 20.0
 async def slots(client: Client) -> dict[str, dict[int, int]]:
     """Slots by tier of each cache."""
     listed: Any = await client.call(client.caches.List, caches_pb2.ListCachesRequest())
-    return {cache.name: {tier.tier: tier.slots for tier in cache.groups[0].tiers} for cache in listed.caches}
+    return {
+        cache.name: {tier.tier: tier.slots for tier in cache.groups[0].tiers} for cache in listed.caches if cache.groups
+    }
 
 
 async def with_caches(directory: Path, **budgets: dict[int, int]) -> None:

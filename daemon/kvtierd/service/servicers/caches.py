@@ -82,8 +82,13 @@ class CachesService:
     ) -> caches_pb2.ListCachesResponse:
         await self._catalog.loaded()
         readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
-        infos = [self._info(cache) for cache in sorted(readable, key=lambda cache: cache.name)]
-        return caches_pb2.ListCachesResponse(caches=infos)
+        infos = [self._info(cache) for cache in readable]
+        infos += [
+            caches_pb2.CacheInfo(name=name, not_served=why)
+            for name, why in self._catalog.unserved.items()
+            if self._access.may(session, Right.READ, name)
+        ]
+        return caches_pb2.ListCachesResponse(caches=sorted(infos, key=lambda info: info.name))
 
     async def remove(
         self, session: ClientSession, request: caches_pb2.RemoveCacheRequest
