@@ -125,7 +125,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     full = dict(daemon.sizes)
     daemon.sizes = full | sizes(disk=SLOTS["disk"] - 1)
     said = refused(daemon, status=2)
-    assert "--disk-bytes" in said and "stored cache c" in said
+    assert "--disk-bytes" in said and "stored caches up to c" in said
     daemon.sizes = full | sizes(device=2, host=3)
     daemon.start()
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):

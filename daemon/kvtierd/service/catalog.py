@@ -48,7 +48,6 @@ from kvtierd.service.resizing import Resizing, compact, new_slots, save_surplus
 from kvtierd.service.sessions import ClientSession
 from kvtierd.state import Identity
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
-from kvtierd.tiers.memfd import require_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -400,8 +399,6 @@ class Catalog:
                 past = None if Tier.DISK in slots else PastOptions(spec.fingerprint().hex(), cache.options.to_stored())
                 await asyncio.to_thread(self._stores.remembered.put, name, settled, past, cache.device.id)
                 return self._resized.get(name, Resizing())
-            fresh = sum(tier_bytes(spec, counts) for tier, counts in slots.items() if tier is not Tier.DISK)
-            await asyncio.to_thread(require_memory, f"cache {name}", fresh)
             began, before = time.monotonic_ns(), cache.runtime.manager.stats().blocks
             await save_surplus(self._engine, cache, slots)
             slots = new_slots(cache, asked, promised)  # meanwhile clients pin blocks, and other caches take budgets
@@ -462,51 +459,44 @@ class Catalog:
         :meth:`load`. Raises TierConfigError if the disk tier is smaller than its caches.
         """
         disk, remembered = self._stores.disk, self._stores.remembered
-        stored = await asyncio.to_thread(disk.caches) if disk is not None else []
-        names = {cache.name for cache in stored}
-        on_disk = {name for name in remembered.names if Tier.DISK in remembered.get(name)}
+        stored = {} if disk is None else {cache.name: cache for cache in await asyncio.to_thread(disk.caches)}
+        promised = {name for name in remembered.names if Tier.DISK in remembered.get(name)}
         if disk is None:
-            self.unserved = dict.fromkeys(on_disk, NO_DISK)
+            self.unserved = dict.fromkeys(promised, NO_DISK)
         else:
             self._left_out = await asyncio.to_thread(disk.damaged)
-            gone = on_disk.difference(names, self._left_out, disk.taken_away)
+            gone = promised.difference(stored, self._left_out, disk.taken_away)
             self._lost = {name: f"{disk.directory_of(name)} was missing at the start" for name in gone}
         abouts = await asyncio.to_thread(self._stores.keeper.abouts)
-        others = names | set(self._left_out)
+        others = {*stored, *self._left_out}
         kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
-        self._announce_gone({name: remembered.groups(name) for name in remembered.names - names - set(kept)})
+        self._announce_gone({name: remembered.groups(name) for name in remembered.names - stored.keys() - kept.keys()})
         await asyncio.to_thread(remembered.forget_gone, others if disk is not None else None, kept)
         devices, made = self._stores.devices, partial(Plan, unclean=self._identity.unclean, old=old)
-        plans = []
-
-        def moves(name: str) -> bool:
-            return devices.lacks(remembered.device(name))
-
-        stored.sort(key=lambda cache: moves(cache.name))
-        for moving in (False, True):  # caches that stay on their device come before caches whose device is gone
-            for position, cache in enumerate(stored):
-                if moves(cache.name) is not moving:
-                    continue
-                device = devices.for_known(remembered.device(cache.name))
-                slots = device.budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
-                device.budgets.take(cache.name, cache.spec, slots)
+        plans, sharing = [], len(stored)
+        # Caches that stay on their device come before caches whose device is gone.
+        order = sorted([*stored, *kept], key=lambda name: (devices.lacks(remembered.device(name)), name in kept))
+        for name in order:
+            device = devices.for_known(remembered.device(name))
+            if (cache := stored.get(name)) is not None:
+                slots = device.budgets.slots_of_stored(cache, remembered.get(name), sharing)
+                sharing -= 1
+                device.budgets.take(name, cache.spec, slots)
                 try:
                     options = CacheSettings.from_stored(cache.options)
                 except (TypeError, ValueError) as error:
-                    raise TierConfigError(f"options of cache {cache.name}", dict(cache.options), str(error)) from error
-                plans.append(made(cache.name, cache.spec, slots, options, device, stored=True))
-            for name, about in kept.items():
-                if moves(name) is not moving:
-                    continue
-                device = devices.for_known(remembered.device(name))
-                wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
-                lacking = [tier for tier in sorted(wanted) if wanted[tier] > device.budgets.left(tier)]
-                if lacking:
-                    self.unserved[name] = f"{told(lacking[0], 0, wanted[lacking[0]])}; its blocks in memory are lost"
-                    self._announce_gone({name: len(about.spec.groups)})
-                    continue
-                device.budgets.take(name, about.spec, about.slots)
-                plans.append(made(name, about.spec, about.slots, about.options, device))
+                    raise TierConfigError(f"options of cache {name}", dict(cache.options), str(error)) from error
+                plans.append(made(name, cache.spec, slots, options, device, stored=True))
+                continue
+            about = kept[name]
+            wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
+            lacking = [tier for tier in sorted(wanted) if wanted[tier] > device.budgets.left(tier)]
+            if lacking:
+                self.unserved[name] = f"{told(lacking[0], 0, wanted[lacking[0]])}; its blocks in memory are lost"
+                self._announce_gone({name: len(about.spec.groups)})
+                continue
+            device.budgets.take(name, about.spec, about.slots)
+            plans.append(made(name, about.spec, about.slots, about.options, device))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
             await self._loading[plan.name].acquire()

@@ -11,6 +11,7 @@ A daemon killed before the superblock changes starts again with the former slots
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -28,13 +29,14 @@ from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import TicketRefused
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.service.budgets import Slots, TierBudget
+from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.cache import ServedCache
 from kvtierd.service.errors import refused
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierError
 from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.store import DiskRead, DiskStore
+from kvtierd.tiers.memfd import require_memory
 
 SAVING_S: Final = 10.0
 """Seconds that the blocks of a group in surplus slots have to reach the tier below."""
@@ -76,7 +78,10 @@ def _refused(cache: ServedCache, reason: str, why: str) -> Exception:
 
 
 async def save_surplus(engine: Engine, cache: ServedCache, slots: Slots) -> None:
-    """Copies blocks that fit into their tier no more to the tier below."""
+    """Copies blocks that fit into their tier no more to the tier below. Raises :class:`TierError` if this host lacks
+    the memory for fresh segments."""
+    fresh = sum(tier_bytes(cache.spec, counts) for tier, counts in slots.items() if tier is not Tier.DISK)
+    await asyncio.to_thread(require_memory, f"cache {cache.name}", fresh)
     for group, window in cache.runtime.manager.windows.items():
         for tier, below in reversed(list(pairwise(sorted(cache.slots)))):
             surplus = _by_use(window.state, tier)[: -slots[tier][group]]
