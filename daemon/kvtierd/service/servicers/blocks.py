@@ -203,8 +203,9 @@ class BlocksService:
         tier = validation.tier("tier", request.tier, leasable(cache))
         wanted = validation.count("count", request.count, 1, cache.slots[tier][group])
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        after = validation.keys("after", request.after, max_keys=1, least=0)
         with self._caps.reserving(session, cache, group, tier, wanted):
-            grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
+            grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s, *after)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
 
     async def commit(self, session: ClientSession, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
