@@ -212,8 +212,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         """Stores a chain: copies the arrays into slots of a tier and commits them. Returns one result per array.
 
         Mapped memory: stored blocks are not copied again. A chain above half a tier, or 1,024 blocks, goes in pieces,
-        each with its ``timeout``. A chain too long for its tiers is stored as far as it fits: the rest is NO_ROOM, where
-        :meth:`kvtier.Cache.reserve` raises :class:`TierFull`.
+        each with its ``timeout``. A chain too long for its tiers is stored as far as it fits. The rest is NO_ROOM;
+        :meth:`kvtier.Cache.reserve` raises :class:`TierFull` instead.
 
         Several groups are stored one after another, full-attention groups first. If one raises (:class:`TierFull`), the
         blocks of the groups before it stay stored; a match over all groups is still right.

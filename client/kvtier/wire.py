@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -16,7 +16,7 @@ from kvtier import types
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE
 from kvtier.abi.spec import CacheSpec
-from kvtier.errors import DaemonError, InvalidArgument, require_kind, require_within
+from kvtier.errors import CallerError, DaemonError, InvalidArgument, require_kind, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
@@ -42,6 +42,11 @@ class Held(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.take().__await__()
+
+    def __enter__(self) -> NoReturn:
+        raise CallerError("enter this by `async with`; a synchronous program uses kvtier.Client", reason="ASYNC_ONLY")
+
+    def __exit__(self, *_: object) -> None: ...
 
     async def __aenter__(self) -> T:
         lease = await self.take()

@@ -16,6 +16,7 @@ import pytest
 
 from kvtier import (
     CacheOptions,
+    CallerError,
     Client,
     ClientClosed,
     InvalidArgument,
@@ -366,3 +367,13 @@ def test_an_ending_client_prints_nothing(daemon, program):
     command = [sys.executable, "-c", begin + program, daemon.address, *(key.hex() for key in KEYS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_asynchronous_connect_names_the_ways_in(daemon):
+    with pytest.raises(CallerError, match=r"async with.*kvtier\.Client"), connect(daemon.address):  # type: ignore[attr-defined]
+        pass
+
+
+async def test_a_duration_in_words_is_named_whole(cache):
+    with pytest.raises(InvalidArgument, match=r"durations_s = '10m': .* as a number"):
+        await cache.set_retention(chain("kept", 1), 50, durations_s="10m")  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ from kvtierd.service.cache import (
     require_same_cache,
 )
 from kvtierd.service.devices import Device
-from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
+from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, refused, unknown
 from kvtierd.service.families import LastOpen, bytes_in, family_of, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.promises import NO_DISK, compared, told
@@ -127,7 +127,9 @@ class Catalog:
         return self._by_id.get(cache)
 
     def opened(self, session: ClientSession, cache_id: int) -> ServedCache:
-        """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
+        """The cache, if this session has opened it. Raises INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION."""
+        if not cache_id:
+            raise bad_argument("cache_id", cache_id, "the id of a cache that this session has opened")
         cache = self._by_id.get(CacheId(cache_id))
         if cache is None:
             raise unknown("cache_id", cache_id)

@@ -211,7 +211,7 @@ class BlocksService:
     async def commit(self, session: ClientSession, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
         cache = self._catalog.opened(session, request.cache_id)
         items = validation.commit_items(cache, request, request.slots)
-        lease = LeaseId(request.lease_id)
+        lease = validation.lease("lease_id", request.lease_id)
         hold, release = not request.let_go, request.release
         results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
@@ -237,7 +237,7 @@ class BlocksService:
 
     async def join(self, session: ClientSession, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
         cache = self._catalog.opened(session, request.cache_id)
-        lease = LeaseId(request.lease_id)
+        lease = validation.lease("lease_id", request.lease_id)
         wanted = cache.runtime.manager.leases.get(lease)
         owner = None if wanted is None else self._sessions.get(wanted.session)
         if wanted is None or owner is None:
