@@ -31,4 +31,6 @@ async def main(cache: str, address: str | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: consumer.py CACHE [ADDRESS]")
     asyncio.run(main(*sys.argv[1:]))

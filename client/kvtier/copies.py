@@ -61,7 +61,7 @@ class MappedCopies:
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
-        lease = await self._book.reserve(cache, tier, len(part.chain), timeout)
+        lease = await self._book.reserve(cache, tier, len(part.chain), timeout, part.parents[0])
         try:
             memory = lease.arena.memory(tier)
             copy = partial(memory.write, cache.group, lease.slots, part.blocks)
@@ -115,11 +115,21 @@ async def put(
         places = [left.popleft() for _ in range(min(step, len(left)))]
         try:
             stored = await _stored(cache, way, tier, whole.only(places), timeout)
-        except (InvalidArgument, TierFull):
+        except InvalidArgument:
             if (step := pieces(cache, tier, way)) >= len(places):
                 raise
             left.extendleft(reversed(places))  # the tier has become smaller meanwhile
             continue
+        except TierFull as full:
+            step = len(places) // 2
+            if full.reason != "TIER_FULL" or (full.holders and not step):
+                raise
+            left.extendleft(reversed(places))
+            if step:
+                continue  # fewer may fit
+            for place in left:
+                results[place] = BlockResult.NO_ROOM
+            break
         for place, result in zip(places, stored, strict=True):
             results[place] = result
         if stored[-1] is not BlockResult.PARENT_MISSING:
@@ -127,9 +137,9 @@ async def put(
         orphan = places[stored.index(BlockResult.PARENT_MISSING)]
         lost = absent() if orphan else None  # the parent of the first key is not the caller's to store
         if lost is None or not again:
-            full = lost is not None and orphan - 1 in lost  # this put evicted its own blocks
-            results[orphan:] = [BlockResult.NO_ROOM if full else BlockResult.PARENT_MISSING] * (count - orphan)
-            for place in lost if lost is not None and full else ():
+            short = lost is not None and orphan - 1 in lost  # other calls evicted blocks of this put
+            results[orphan:] = [BlockResult.NO_ROOM if short else BlockResult.PARENT_MISSING] * (count - orphan)
+            for place in lost if lost is not None and short else ():
                 results[place] = BlockResult.NO_ROOM
             break
         results[orphan:] = [BlockResult.EXISTS] * (count - orphan)

@@ -212,7 +212,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         """Stores a chain: copies the arrays into slots of a tier and commits them. Returns one result per array.
 
         Mapped memory: stored blocks are not copied again. A chain above half a tier, or 1,024 blocks, goes in pieces,
-        each with its ``timeout``. NO_ROOM: the chain is too long for its tiers, and the block is not stored.
+        each with its ``timeout``. A chain too long for its tiers is stored as far as it fits. The rest is NO_ROOM;
+        :meth:`kvtier.Cache.reserve` raises :class:`TierFull` instead.
 
         Several groups are stored one after another, full-attention groups first. If one raises (:class:`TierFull`), the
         blocks of the groups before it stay stored; a match over all groups is still right.
@@ -222,7 +223,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
                 For all groups: by group, the arrays of the last keys; a missing group gets nothing.
             parent: key of the block before the first; None: from ``prompt``, else the first block is a root.
             prompt: the prompt of the keys, for more detail in events. ``retention``: instead of ``priorities``.
-        Raises: :class:`InvalidArgument`, :class:`TierFull`.
+        Raises: :class:`InvalidArgument`, :class:`TierFull` if others hold slots that the chain needs.
         """
         chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)

@@ -345,11 +345,14 @@ class LeaseBook:
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
         binder.rest = lambda: self._untouched(list(self._in_use))
 
-    async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
+    async def reserve(
+        self, cache: Owner, tier: Tier, count: int, timeout: float | None, after: bytes = b""
+    ) -> WriteLease:
+        """``after``: the block that new blocks will follow; no room is made by dropping its chain."""
         deadline = self._deadline(timeout)
         # A repeated call must be identical to the byte, so it carries the whole time, not the rest.
         request = blocks_pb2.ReserveRequest(
-            group=cache.group, tier=tier_to_wire(tier), count=count, timeout_ns=deadline.wait_ns()
+            group=cache.group, tier=tier_to_wire(tier), count=count, timeout_ns=deadline.wait_ns(), after=after
         )
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Reserve, request, deadline)
         lease = WriteLease(cache, self, binding, tier, reply.lease_id, reply.slots)

@@ -150,7 +150,7 @@ def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | N
 def _each(field: str, count: int, given: object, checked: Callable[[str, Any], int]) -> list[int]:
     if given is None:
         return []
-    if not isinstance(given, Iterable):
+    if not isinstance(given, Iterable) or isinstance(given, str):
         return [checked(field, given)] * count
     values = [checked(f"{field}[{index}]", value) for index, value in enumerate(given)]
     if len(values) != count:

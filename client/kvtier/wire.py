@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumType
 from functools import cache, partial
-from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -17,7 +17,7 @@ from kvtier import types
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE
 from kvtier.abi.spec import CacheSpec
-from kvtier.errors import DaemonError, InvalidArgument, require_kind, require_within
+from kvtier.errors import CallerError, DaemonError, InvalidArgument, require_kind, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
@@ -42,6 +42,11 @@ class Held(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.take().__await__()
+
+    def __enter__(self) -> NoReturn:
+        raise CallerError("enter this by `async with`; a synchronous program uses kvtier.Client", reason="ASYNC_ONLY")
+
+    def __exit__(self, *_: object) -> None: ...
 
     async def __aenter__(self) -> T:
         lease = await self.take()

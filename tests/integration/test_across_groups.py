@@ -278,7 +278,7 @@ async def test_a_put_that_a_group_has_no_room_for_can_be_made_again(cache, clien
     """Full-attention groups come first; what they have stored by then no match over all groups counts."""
     writer = await client.open_cache(cache.name, mapped=mapped)
     crowded = cache.in_group(2)
-    async with crowded.reserve(crowded.slots(Tier.DEVICE) - 3):
+    async with crowded.reserve(crowded.slots(Tier.DEVICE)):
         with pytest.raises(TierFull):
             await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
     assert (await held_by(cache))[FULL] == set(KEYS[:4])

@@ -2,6 +2,8 @@
 
 import asyncio
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.integration.blocks import SPEC
@@ -38,3 +40,8 @@ async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(
         assert blocks, "nothing was left to compare"
         consumer.cancel()
         await asyncio.wait([consumer])
+
+
+def test_the_consumer_says_how_it_is_used():
+    done = subprocess.run([sys.executable, ROOT / "examples/consumer.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "usage: consumer.py CACHE [ADDRESS]\n")

@@ -16,6 +16,7 @@ import pytest
 
 from kvtier import (
     CacheOptions,
+    CallerError,
     Client,
     ClientClosed,
     InvalidArgument,
@@ -230,12 +231,21 @@ async def test_a_lease_lost_is_no_lease_forgotten(daemon, client, cache):
         gc.collect()
 
 
-async def test_a_chain_longer_than_its_tier_says_what_of_it_is_stored(client, name):
-    cache, keys = await client.open_cache(name, SPEC, budgets=sizes(host=8)), chain("long", 25)
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("before", [0, 6])
+async def test_a_chain_longer_than_its_tier_is_stored_as_far_as_it_fits(client, name, mapped, before):
+    """Its later blocks do not take the slots of its earlier ones."""
+    other, keys = await client.open_cache(name, SPEC, budgets=sizes(host=8)), chain("long", 25)
+    cache = await client.open_cache(name, mapped=mapped)
+    await cache.put(keys[:before], blocks(keys[:before]))
+    async with other.reserve(1):
+        with pytest.raises(TierFull, match="held by pid"):
+            await cache.put(keys, blocks(keys))
+        assert_bytes(keys[:7], await cache.get(keys))
     results = await cache.put(keys, blocks(keys))
-    there = [residency != 0 for residency in await cache.probe(keys)]
-    assert results == [OK if each else BlockResult.NO_ROOM for each in there]
-    assert 0 < sum(there) <= 8
+    assert [result is BlockResult.NO_ROOM for result in results] == 8 * [False] + 17 * [True]
+    assert set(results[:8]) <= {OK, BlockResult.EXISTS}
+    assert_bytes(keys[:8], await cache.get(keys))
 
 
 def test_a_thread_begins_a_verb_and_looks_later(daemon, name):
@@ -357,3 +367,13 @@ def test_an_ending_client_prints_nothing(daemon, program):
     command = [sys.executable, "-c", begin + program, daemon.address, *(key.hex() for key in KEYS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_asynchronous_connect_names_the_ways_in(daemon):
+    with pytest.raises(CallerError, match=r"async with.*kvtier\.Client"), connect(daemon.address):
+        pass
+
+
+async def test_a_duration_in_words_is_named_whole(cache):
+    with pytest.raises(InvalidArgument, match=r"durations_s = '10m': .* as a number"):
+        await cache.set_retention(chain("kept", 1), 50, durations_s="10m")

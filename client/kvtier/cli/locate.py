@@ -53,7 +53,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt:
     lines and logs. The prompt's keys are computed without adapter and images. The command does not count as a use
     of the blocks.
 
-    Exit status: 1 several keys begin with KEY, or as for every command.
+    Exit status: 1 nobody has the block, or several keys begin with KEY, or as for every command.
     """
     if isinstance(wanted, list) and cache is None:
         raise click.UsageError("a prompt has other keys in each cache: say which by --cache")
@@ -76,7 +76,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt:
     ambiguous = isinstance(wanted, bytes) and len(told.keys) > 1
     keys = "\n  ".join(["several keys begin like that:", *(key.hex() for key in told.keys)])
     show(form, _json(told), Group(*([Text(keys)] if ambiguous else _page(told))))
-    if ambiguous:
+    if ambiguous or not told.found:
         raise SystemExit(1)
 
 

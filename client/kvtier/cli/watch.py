@@ -203,7 +203,7 @@ def _shown(lines: Lines | None, interrupts: Interrupts) -> Callable[[WatchItem],
     terminal = console()
 
     def show(item: WatchItem) -> None:
-        for line in text_lines(item):
+        for line in text_lines(item, terminal.width):
             terminal.print(line, no_wrap=True, overflow="ellipsis")
 
     return show

@@ -29,11 +29,11 @@ _COLOURS: Final = {
 }
 
 
-def text_lines(item: WatchItem) -> Iterator[Text]:
-    """Yields the item as a line for people, or nothing."""
+def text_lines(item: WatchItem, width: int = 0) -> Iterator[Text]:
+    """Yields the item as a line for people, or nothing. ``width``: columns, for which a cache's long name is cut."""
     match item:
         case Event():
-            yield _event(item)
+            yield _event(item, width)
         case Gap():
             yield _notice("gap", _lost(item))
         case SnapshotSlice() if item.residency:
@@ -86,18 +86,21 @@ def write(fd: int, lines: Iterator[str], interrupts: Interrupts) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def _event(event: Event) -> Text:
+def _event(event: Event, width: int) -> Text:
     """The columns that other commands ask for come first, since a terminal of 80 columns cuts the rest."""
     at = datetime.fromtimestamp(event.time_ns / 1e9)
     number = len(event.keys)
     moved = f"  {size(event.moved_bytes)} in {duration(event.queue_ns + event.copy_ns)}" if event.moved_bytes else ""
-    return Text.assemble(
+    line = Text.assemble(
         (f"{at:%m-%d %H:%M:%S}", "dim"),
         (f" {event.type!s:<7}", _COLOURS[event.type]),
         f" {number or '':>4} {_path(event):<18}",
         f"  {f'{event.keys[0][:4].hex()}…' if number else '':<9}",
-        f" {event.cursor!s:<7} {event.cache}  {event.cause}{moved}",
+        f" {event.cursor!s:<7} ",
     )
+    cause, name = f"  {event.cause}", event.cache
+    room = max(1, width - line.cell_len - len(cause))
+    return line.append(f"{name if not width or len(name) <= room else name[: room - 1] + '…'}{cause}{moved}")
 
 
 def _notice(what: str, text: str, style: str = "yellow") -> Text:

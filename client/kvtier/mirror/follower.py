@@ -13,7 +13,7 @@ from typing import Final, Self
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
-from kvtier.errors import ClientClosed, DaemonError, DeadlineExceeded, InvalidArgument, KvtierError
+from kvtier.errors import CallerError, ClientClosed, DaemonError, DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import TIERS, CacheInfo, Cursor, Tier, fastest
@@ -247,6 +247,12 @@ class Mirror(MirrorView):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def _named(self, cache: str | None) -> str:
+        name = super()._named(cache)
+        if self._following is None:
+            raise CallerError("a mirror answers once it is entered, or started by start()", reason="NOT_STARTED")
+        return name
 
     def _has(self, cursor: Cursor | None) -> bool:
         return self.state is MirrorState.EXACT and (cursor is None or (self.cursor or _NOWHERE) >= cursor)

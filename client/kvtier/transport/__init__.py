@@ -161,7 +161,7 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     if found is not None and int(found[3]) > protocol.MAX_PORT:  # gRPC would truncate the port to 16 bits
         raise InvalidArgument("address", address, f"host:port with a port of at most {protocol.MAX_PORT}")
     if found is None:
-        if address.startswith(TCP_SCHEME):
+        if "://" in address:
             raise InvalidArgument("address", address, "tcp://host:port, or tcp://[host]:port for IPv6")
         if tls is not None or insecure:
             raise InvalidArgument("address", address, "host:port for tls or insecure: sockets need neither")

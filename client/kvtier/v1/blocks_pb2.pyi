@@ -330,6 +330,7 @@ class ReserveRequest(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     TIMEOUT_NS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
@@ -339,6 +340,8 @@ class ReserveRequest(google.protobuf.message.Message):
     timeout_ns: builtins.int
     """how long to wait for room; 0 = the daemon's default"""
     seq: builtins.int
+    after: builtins.bytes
+    """key of the block that new blocks will follow: room is not made by dropping it or its ancestors"""
     def __init__(
         self,
         *,
@@ -348,8 +351,9 @@ class ReserveRequest(google.protobuf.message.Message):
         count: builtins.int = ...,
         timeout_ns: builtins.int = ...,
         seq: builtins.int = ...,
+        after: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "count", b"count", "group", b"group", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "cache_id", b"cache_id", "count", b"count", "group", b"group", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 

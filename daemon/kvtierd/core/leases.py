@@ -168,6 +168,8 @@ class ReserveTicket:
     session: SessionId
     tier: Tier
     count: int
+    after: Key | None = None
+    """The block that new blocks will follow."""
 
 
 @dataclass(slots=True, eq=False)

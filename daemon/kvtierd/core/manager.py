@@ -188,11 +188,13 @@ class BlockManager:
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int) -> tuple[TicketId, Outcome]:
-        """Asks for ``count`` blank slots, all or nothing."""
+    def reserve(
+        self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int, after: Key | None = None
+    ) -> tuple[TicketId, Outcome]:
+        """Asks for ``count`` blank slots, all or nothing. No room is made by dropping ``after`` or its ancestors."""
         window = self._window(group)
         window.state.require(tier)
-        ticket = ReserveTicket(self._next_ticket(), session, tier, count)
+        ticket = ReserveTicket(self._next_ticket(), session, tier, count, after)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
         return ticket.id, self._outcome(now, window)

@@ -65,6 +65,8 @@ class Reclaimer:
         self._older_wants = older_wants
         self._now = 0
         self._ticket = LAST
+        self._followed: tuple[Block, ...] = ()
+        """The block that the request's new blocks will follow. Neither it nor its ancestors are dropped."""
         self._older: dict[Tier, int] = {}
         self._promised = dict.fromkeys(state.tiers, 0)
         self._of_heads = dict.fromkeys(state.tiers, 0)
@@ -94,9 +96,10 @@ class Reclaimer:
         self._lacking.clear()
         self._to_disk.clear()
 
-    def serve(self, ticket: TicketId) -> None:
-        """Sets the request for which the next calls make room. Older requests go first."""
+    def serve(self, ticket: TicketId, after: Block | None = None) -> None:
+        """Sets the request for which the next calls make room. Older requests go first. ``after``: stays stored."""
         self._ticket = ticket
+        self._followed = () if after is None else (after,)
         self._older.clear()
 
     def available(self, tier: Tier) -> int:
@@ -135,21 +138,21 @@ class Reclaimer:
     def _vacate(self, tier: Tier) -> bool:
         """Frees one slot of the tier, or starts the work that will. False if no block can leave."""
         state, lists = self._state, self._state.victims(tier)
-        spared = self._spared
+        spared, kept = self._spared, [*self._spared, *self._followed]
         if (block := lists.redundant.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)
             return True
-        if (block := lists.leaf.victim(spared)) is not None and state.expendable(block, tier):
+        if (block := lists.leaf.victim(kept)) is not None and state.expendable(block, tier):
             state.remove(block, CAPACITY)
             return True
         block = lists.demotable.victim(spared)
-        kept = self._sparing and block is not None and state.copied_from_above(block, tier)
-        if block is not None and not kept and self._demote(block, tier):
+        cleans = self._sparing and block is not None and state.copied_from_above(block, tier)
+        if block is not None and not cleans and self._demote(block, tier):
             return True
         if (block := lists.clean.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)
             return True
-        if (block := lists.leaf.victim(spared)) is not None:
+        if (block := lists.leaf.victim(kept)) is not None:
             state.remove(block, CAPACITY)
             return True
         return not self._sparing and state.forget_clean_copies(tier) and self._vacate(tier)
@@ -323,8 +326,9 @@ class Reclaimer:
         """Last resort, when only parents are left that cannot go down: drops the first subtree by rank that is unused,
         leaves first. False if there is none."""
         state = self._state
+        kept = {member for block in self._followed for member in (block, *block.ancestors())}
         stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
-        for block in sorted(stuck, key=lambda block: block.rank):
+        for block in sorted(set(stuck) - kept, key=lambda block: block.rank):
             if all(member is None or self._unused(member) for member in walk(block)):
                 for _ in remove_all(state, block, CAPACITY, CAPACITY):
                     pass

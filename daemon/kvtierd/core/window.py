@@ -172,7 +172,8 @@ class WindowManager:
             self._queues[tier].popleft()
             self._give_up(ticket)
             return True
-        self.reclaimer.serve(ticket.id)
+        after = ticket.after if isinstance(ticket, ReserveTicket) else None
+        self.reclaimer.serve(ticket.id, None if after is None else self.state.index.get(after))
         wanted = self._wants(ticket)
         prospect = (
             NOW if self.reclaimer.available(tier) >= wanted else self.reclaimer.secure(tier, wanted, desperate=True)

@@ -117,11 +117,18 @@ class Engine:
     # requests that may wait
 
     async def reserve(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, timeout_s: float | None
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        group: GroupId,
+        tier: Tier,
+        count: int,
+        timeout_s: float | None,
+        after: Key | None = None,
     ) -> GroupGrant:
-        """Reserves ``count`` blank slots, all or nothing. Raises :class:`TicketRefused`."""
+        """See :meth:`BlockManager.reserve`. Raises :class:`TicketRefused`."""
         cache = self._accepting(cache_id)
-        ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
+        ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock(), after)
         waiting = cache.tickets.open(ticket, session, tier, count)
         self._begin(cache, [waiting], outcome, timeout_s)
         await self._answers(cache, [waiting])

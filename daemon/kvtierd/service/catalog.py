@@ -39,7 +39,7 @@ from kvtierd.service.cache import (
     require_same_cache,
 )
 from kvtierd.service.devices import Device
-from kvtierd.service.errors import CallRefused, cache_not_opened, log_unheard, refused, unknown
+from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, log_unheard, refused, unknown
 from kvtierd.service.families import LastOpen, family_of, first_to_give_way, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.promises import NO_DISK, compared, told
@@ -121,7 +121,9 @@ class Catalog:
         return self._by_id.get(cache)
 
     def opened(self, session: ClientSession, cache_id: int) -> ServedCache:
-        """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
+        """The cache, if this session has opened it. Raises INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION."""
+        if not cache_id:
+            raise bad_argument("cache_id", cache_id, "the id of a cache that this session has opened")
         cache = self._by_id.get(CacheId(cache_id))
         if cache is None:
             raise unknown("cache_id", cache_id)
@@ -384,10 +386,8 @@ class Catalog:
     async def resize(
         self, name: str, asked: Mapping[Tier, TierBudget], end_sessions: Callable[[ServedCache], None]
     ) -> Resizing:
-        """Gives a cache other budgets, or answers with the last resize: see ``service/resizing.py``.
-
-        Raises CallRefused, :class:`TierError`; the cache then keeps its budgets.
-        """
+        """Gives a cache other budgets, or answers with the last resize: see ``service/resizing.py``. Raises CallRefused,
+        :class:`TierError`; the cache then keeps its budgets."""
         async with self._lock_of(name):
             self._require_whole(name)
             if (cache := self._by_name.get(name)) is None:

@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES, KEY_DTYPE, ROOT_PARENT
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
-from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, Tier, rows
+from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, LeaseId, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.core.transfers import CommitItem
 from kvtierd.service.cache import ServedCache
@@ -109,6 +109,10 @@ def count(field: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise bad_argument(field, value, f"{low} to {high}")
     return value
+
+
+def lease(field: str, value: int) -> LeaseId:
+    return LeaseId(count(field, value, 1, (1 << 64) - 1))
 
 
 def group(field: str, value: int, cache: ServedCache) -> GroupId:

@@ -3,13 +3,14 @@
 import json
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import click
 import pytest
 
 from kvtier.cli.watch import Moment, MomentType
-from kvtier.cli.watch_lines import json_lines, plain_lines
+from kvtier.cli.watch_lines import json_lines, plain_lines, text_lines
 from kvtier.events import (
     Disconnected,
     Event,
@@ -160,6 +161,14 @@ def test_lines_begin_with_the_time_and_their_columns_stand_below_each_other() ->
         assert re.match(r"\d\d-\d\d \d\d:\d\d:\d\d ", line)
         assert line.index(cause) == lines[0].index("commit")
         assert "3:42" in line[:80] and "llama" in line[:80]
+
+
+def test_a_long_name_is_cut_for_the_cause() -> None:
+    (line,) = text_lines(replace(MOVED, cache="a-cache-with-a-long-name"), 80)
+    assert re.search(r" a\S+…  capacity$", line.plain[:80])
+    assert (
+        "a-cache-with-a-long-name  capacity" in next(text_lines(replace(MOVED, cache="a-cache-with-a-long-name"))).plain
+    )
 
 
 @pytest.mark.parametrize(

@@ -213,5 +213,9 @@ async def test_bad_questions_are_refused(client: kvtier.AsyncClient) -> None:
         two.longest_prefix(KEYS)
     with pytest.raises(kvtier.InvalidArgument, match="31 bytes"):
         one.block(KEYS[0][:31])
+    with pytest.raises(kvtier.CallerError, match="once it is entered"):
+        one.longest_prefix(KEYS)
+    one.start()
     with pytest.raises(kvtier.InvalidArgument, match="5 bytes"):
         one.longest_prefix(b"short")
+    await one.aclose()

@@ -264,7 +264,7 @@ async def test_a_call_under_way_when_the_client_closes_is_told_so(daemon: FakeDa
         await call
 
 
-@pytest.mark.parametrize("address", ["", "/tmp/" + "x" * 107])
+@pytest.mark.parametrize("address", ["", "/tmp/" + "x" * 107, "http://127.0.0.1:7400"])
 async def test_what_is_no_address_is_refused(address: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one is not the working directory, though a daemon serves there."""
     monkeypatch.chdir(short_dir)

@@ -93,8 +93,10 @@ class Bench:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, tier: Tier, count: int, session: SessionId = ALICE) -> TicketId:
-        ticket, outcome = self.core.reserve(session, GROUP, tier, count, self.now)
+    def reserve(self, tier: Tier, count: int, session: SessionId = ALICE, after: str | None = None) -> TicketId:
+        ticket, outcome = self.core.reserve(
+            session, GROUP, tier, count, self.now, None if after is None else key(after)
+        )
         self.apply(outcome)
         return ticket
 

@@ -38,3 +38,31 @@ def test_more_slots_than_victims_may_wait_for_room_below_are_reserved_all_the_sa
     bench.land()
     assert waiting in bench.grants
     assert bench.stored() == "abcdefghijkl"
+
+
+def test_room_for_new_blocks_is_not_made_by_dropping_the_chain_that_they_follow() -> None:
+    bench = Bench(host=4)
+    bench.put("abc", HOST)
+    bench.put("x", HOST)
+    assert bench.reserve(HOST, 1, after="c") in bench.grants
+    assert bench.reserve(HOST, 1, after="c") in bench.refusals
+    assert bench.stored() == "abc"
+
+
+def test_the_chain_that_new_blocks_follow_may_go_down() -> None:
+    bench = Bench(host=1, disk=2)
+    bench.put("a", HOST)
+    waiting = bench.reserve(HOST, 1, after="a")
+    bench.land()
+    assert waiting in bench.grants
+    assert bench.where("a") == {DISK}
+
+
+def test_the_subtree_that_new_blocks_follow_stays_though_only_it_could_make_room() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a", HOST, priority=10)
+    bench.move("a", DEVICE)
+    bench.land()
+    bench.put("b", HOST, under="a", priority=10)
+    assert bench.reserve(DEVICE, 1, after="b") in bench.refusals
+    assert bench.stored() == "ab"

@@ -309,7 +309,7 @@ class Fetcher:
     async def _store_blocks(self, cache: ServedCache, chain: Chain, got: Sequence[_Got], seconds: float) -> None:
         """Commits the blocks in the host tier, unless the cache has forgotten blocks since the fetch began."""
         group = chain.place.group
-        grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None)
+        grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None, got[0].remembered.parent)
         lease = LeaseId(grant.lease or 0)
         try:
             memory = cache.runtime.memory(HOST)

@@ -203,14 +203,15 @@ class BlocksService:
         tier = validation.tier("tier", request.tier, leasable(cache))
         wanted = validation.count("count", request.count, 1, cache.slots[tier][group])
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        after = validation.keys("after", request.after, max_keys=1, least=0)
         with self._caps.reserving(session, cache, group, tier, wanted):
-            grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
+            grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s, *after)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
 
     async def commit(self, session: ClientSession, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
         cache = self._catalog.opened(session, request.cache_id)
         items = validation.commit_items(cache, request, request.slots)
-        lease = LeaseId(request.lease_id)
+        lease = validation.lease("lease_id", request.lease_id)
         hold, release = not request.let_go, request.release
         results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
@@ -236,7 +237,7 @@ class BlocksService:
 
     async def join(self, session: ClientSession, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
         cache = self._catalog.opened(session, request.cache_id)
-        lease = LeaseId(request.lease_id)
+        lease = validation.lease("lease_id", request.lease_id)
         wanted = cache.runtime.manager.leases.get(lease)
         owner = None if wanted is None else self._sessions.get(wanted.session)
         if wanted is None or owner is None:

@@ -96,11 +96,11 @@ class TransferService:
         group = validation.group("header.group", header.group, cache)
         tier = validation.tier("header.tier", header.tier, leasable(cache))
         keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
-        validation.commit_items(cache, commit, range(len(keys)))  # refuse before the first byte arrives
+        items = validation.commit_items(cache, commit, range(len(keys)))  # refuse before the first byte arrives
         checksums = _checksums(header.checksums, len(keys))
         wait_s = validation.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, len(keys)):
-            grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
+            grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s, items[0].parent)
         lease = LeaseId(grant.lease or 0)
         try:
             held = _Held(session, cache, group, tier, lease, grant.slots, self._right(session, Right.WRITE, cache))
