@@ -20,7 +20,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.text import Text
 
 import kvtier
 from kvtier.cli.replay import table
@@ -46,6 +45,8 @@ ENOUGH_HITS = 2_000
 ENOUGH_DISK_HITS = 500
 ENOUGH_AFTER_RESTART = 500
 EVENTS_SHOWN_OF_A_KIND = 2
+LINE_EVERY = 200
+"""Requests, where no bar is shown."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -72,11 +73,9 @@ async def main() -> int:
         f"{len(requests)} requests of {path.name} against a device tier of {SLOTS.device} blocks, a host tier of "
         f"{SLOTS.host} and a disk tier of {SLOTS.disk}, {SPEC.block_bytes(0) // 1024} KiB each.\n"
     )
+    console.print("A private daemon starts. Some of what `kvtier watch` shows:\n")
     async with PrivateDaemon(SLOTS.as_bytes(SPEC)) as daemon:
-        report, lines = await first_life(daemon, requests)
-        console.print("Some of what `kvtier watch` showed:\n")
-        for line in lines:
-            console.print(line)
+        report = await first_life(daemon, requests)
         console.print("\nWhat became of it:\n")
         console.print(table(report))
 
@@ -92,20 +91,23 @@ async def main() -> int:
     return verdict(report, status, again)
 
 
-async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[ReplayReport, list[Text]]:
-    """Replays the requests. Returns the report, and a few lines of the watch."""
-    async with kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
-        cache = await client.open_cache("demo", SPEC)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("replaying", total=len(requests))
-            report = await replay(client, cache, requests, progress=lambda done: bar.update(task, completed=done))
-    return report, lines
+async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> ReplayReport:
+    """Replays the requests."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=len(requests))
+
+        def show(done: int) -> None:
+            bar.update(task, completed=done)
+            if not console.is_terminal and done % LINE_EVERY == 0:
+                console.print(f"{done:,} of {len(requests):,} requests are replayed")
+
+        async with kvtier.connect(daemon.address) as client, sample_of_events(client):
+            return await replay(client, await client.open_cache("demo", SPEC), requests, progress=show)
 
 
 @asynccontextmanager
-async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Text]]:
-    """Collects the first few lines of each kind of event while the ``with`` block runs."""
-    lines: list[Text] = []
+async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[None]:
+    """Prints the first few lines of each kind of event while the ``with`` block runs."""
     seen: dict[object, int] = {}
 
     def keep(item: WatchItem) -> None:
@@ -113,7 +115,7 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Tex
             kind = (item.type, item.cause, item.moved_from, item.moved_to)
             seen[kind] = seen.get(kind, 0) + 1
             if seen[kind] <= EVENTS_SHOWN_OF_A_KIND:
-                lines.extend(text_lines(item))
+                console.print(*text_lines(item), sep="\n")
 
     async def follow() -> None:
         async for item in client.watch():
@@ -121,7 +123,7 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Tex
 
     watching = asyncio.create_task(follow())
     try:
-        yield lines
+        yield
     finally:
         watching.cancel()
         await asyncio.wait([watching])
