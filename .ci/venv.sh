@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# venv.sh DIR PIP-INSTALL-ARGUMENT...: makes a virtual environment in DIR where there is none and installs into it.
+# venv.sh DIR [PIP-INSTALL-ARGUMENT...]: makes a virtual environment in DIR where there is none and installs into it.
 # On a fresh Debian the venv module is a package of its own: root gets it installed, everyone else is told its name.
 set -euo pipefail
 
@@ -27,20 +27,19 @@ find_python() {
 }
 
 if ! "$directory/bin/python" -m pip --version >/dev/null 2>&1; then
-    if ! python=$(find_python); then
-        debian_package python3-venv || true
-        if ! python=$(find_python); then
-            echo "kvtier: needs Python >= 3.11 with its venv module; on Debian 12: apt-get install python3-venv" >&2
-            exit 1
-        fi
-    fi
-    "$python" -m venv --clear "$directory"
+    python=$(find_python) || { debian_package python3-venv && python=$(find_python); } || {
+        echo "kvtier: needs Python >= 3.11 with its venv module; on Debian 12: apt-get install python3-venv" >&2
+        exit 1
+    }
+    # ensurepip installs the same wheels, in ten times the time.
+    "$python" -m venv --clear --without-pip "$directory"
+    wheels='import ensurepip, sysconfig as s; print(s.get_config_var("WHEEL_PKG_DIR") or ensurepip.__path__[0] + "/_bundled")'
+    find "$("$python" -c "$wheels")" -name '*.whl' -exec "$python" -m zipfile -e {} "$directory"/lib/python3*/site-packages \;
 fi
 
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # setuptools warns at every editable install that the source tree stays in use, which is the point of one
-export PYTHONWARNINGS=ignore
-"$directory/bin/python" -m pip install -q "$@"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PYTHONWARNINGS=ignore
+[ $# = 0 ] || "$directory/bin/python" -m pip install -q "$@"
 
 # Mooncake's wheel needs a library of the system.
 if "$directory/bin/python" -c 'import mooncake' 2>/dev/null &&

@@ -45,6 +45,8 @@ ENOUGH_HITS = 2_000
 ENOUGH_DISK_HITS = 500
 ENOUGH_AFTER_RESTART = 500
 EVENTS_SHOWN_OF_A_KIND = 2
+LINE_EVERY = 200
+"""Requests, where no bar is shown."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -71,8 +73,8 @@ async def main() -> int:
         f"{len(requests)} requests of {path.name} against a device tier of {SLOTS.device} blocks, a host tier of "
         f"{SLOTS.host} and a disk tier of {SLOTS.disk}, {SPEC.block_bytes(0) // 1024} KiB each.\n"
     )
+    console.print("A private daemon starts. Some lines of its `kvtier watch`:\n")
     async with PrivateDaemon(SLOTS.as_bytes(SPEC)) as daemon:
-        console.print("Some lines of `kvtier watch` meanwhile:\n")
         report = await first_life(daemon, requests)
         console.print("\nThe requests and their hits:\n")
         console.print(table(report))
@@ -90,12 +92,17 @@ async def main() -> int:
 
 
 async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> ReplayReport:
-    """Replays the requests, and prints a few lines of the watch."""
+    """Replays the requests."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=len(requests))
+
+        def show(done: int) -> None:
+            bar.update(task, completed=done)
+            if not console.is_terminal and done % LINE_EVERY == 0:
+                console.print(f"{done:,} of {len(requests):,} requests are replayed")
+
         async with kvtier.connect(daemon.address) as client, sample_of_events(client):
-            cache = await client.open_cache("demo", SPEC)
-            task = bar.add_task("replaying", total=len(requests))
-            return await replay(client, cache, requests, progress=lambda done: bar.update(task, completed=done))
+            return await replay(client, await client.open_cache("demo", SPEC), requests, progress=show)
 
 
 @asynccontextmanager
@@ -108,8 +115,7 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[None]:
             kind = (item.type, item.cause, item.moved_from, item.moved_to)
             seen[kind] = seen.get(kind, 0) + 1
             if seen[kind] <= EVENTS_SHOWN_OF_A_KIND:
-                for line in text_lines(item):
-                    console.print(line)
+                console.print(*text_lines(item), sep="\n")
 
     async def follow() -> None:
         async for item in client.watch():

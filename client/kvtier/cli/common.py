@@ -37,8 +37,8 @@ class DaemonAt:
     tls: TlsFiles | None = None
     insecure: bool = False
 
-    async def connect(self) -> AsyncClient:
-        return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=CONNECT_WAIT_S)
+    async def connect(self, wait: float = CONNECT_WAIT_S) -> AsyncClient:
+        return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=wait)
 
     def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T:
         """Asks one question on a new connection, and returns the answer. Handles errors like :func:`run`."""
@@ -64,7 +64,7 @@ def cache_names(context: click.Context, _: click.Parameter, incomplete: str) -> 
     """Completes the name of a cache in a shell. Returns nothing if the daemon does not answer at once."""
 
     async def asked() -> list[str]:
-        async with asyncio.timeout(_COMPLETION_S), await _place(context).connect() as client:
+        async with asyncio.timeout(_COMPLETION_S), await _place(context).connect(wait=0) as client:
             return [info.name for info in await client.caches() if info.name.startswith(incomplete)]
 
     try:

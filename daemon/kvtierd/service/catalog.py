@@ -386,8 +386,8 @@ class Catalog:
     async def resize(
         self, name: str, asked: Mapping[Tier, TierBudget], end_sessions: Callable[[ServedCache], None]
     ) -> Resizing:
-        """Gives a cache other budgets, or answers with the last resize: see ``service/resizing.py``. Raises CallRefused,
-        :class:`TierError`; the cache then keeps its budgets."""
+        """Gives a cache other budgets, or answers with the last resize: see ``service/resizing.py``.
+        Raises CallRefused, :class:`TierError`; the cache then keeps its budgets."""
         async with self._lock_of(name):
             self._require_whole(name)
             if (cache := self._by_name.get(name)) is None:
