@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtier import Cause, Cursor, Event, EventType, NotFound, Tier
+from kvtier import CallerError, Cause, Cursor, Event, EventType, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
 from tests.integration.supervised import SupervisedDaemon
@@ -29,7 +29,7 @@ async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, endi
         file.write_text(f"host_bytes = {6 * SLOT_BYTES}")
         await asyncio.to_thread(daemon.kill if end == "kill" else daemon.upgrade)
         assert_bytes(keys, await (await client.open_cache("small")).get(keys))
-        with pytest.raises(NotFound):
+        with pytest.raises(CallerError, match=r"^cache large is not served: no room for its "):
             await client.open_cache("large")
         async with asyncio.timeout(PATIENCE_S):
             async for event in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
