@@ -8,7 +8,7 @@ answers the same prompts, and each round begins with another engine. Ratios are 
 stored prompt of 640 tokens that the engine has forgotten. ``--beside lmcache lmcache-256 mooncake``: connectors with as
 much memory as kvtier, all full before the clock. kvtier alone writes to disk, too; ``--disk 0``: it has none. LMCache
 keeps chunks of 32 tokens, like vLLM, or of 256, its default. Mooncake is installed before, into a folder of its own:
-``.venv-engines/bin/python -m pip install --no-deps -t .venv-engines/mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1``.
+``pip install --no-deps -t .venv-engines/mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1``, pip of that venv.
 """
 
 from __future__ import annotations
