@@ -22,18 +22,13 @@ KEYS = chain("over-tcp", 2)
 
 
 @pytest.fixture
-def files(short_dir):
-    return Authority(short_dir)
+def operator(authority):
+    return authority.issue("operator.example", common_name="operator")
 
 
 @pytest.fixture
-def operator(files):
-    return files.issue("operator.example", common_name="operator")
-
-
-@pytest.fixture
-def daemon(start_daemon, files, short_dir):
-    served = files.issue("127.0.0.1", common_name="daemon")
+def daemon(start_daemon, authority, short_dir):
+    served = authority.issue("127.0.0.1", common_name="daemon")
     (short_dir / "kvtierd.toml").write_text(RULES)
     return start_daemon(
         *("--config", str(short_dir / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0"),
@@ -89,10 +84,10 @@ def test_what_is_missing_or_makes_no_sense_is_named(daemon, operator, plain):
     kvtier("status", "--address", daemon.address, env={**plain, "KVTIER_TLS_CA": "of another daemon's"})
 
 
-def test_files_of_no_use_are_named_and_nothing_else_is_said(daemon, files, operator, plain):
+def test_files_of_no_use_are_named_and_nothing_else_is_said(daemon, authority, operator, plain):
     """Not a word of gRPC's own, here or in the daemon's log, of which each line is a record."""
-    another = files.issue("another.example", common_name="another")
-    (strange_directory := files.ca.parent / "strange").mkdir()
+    another = authority.issue("another.example", common_name="another")
+    (strange_directory := authority.ca.parent / "strange").mkdir()
     strange = Authority(strange_directory).issue("operator.example", common_name="operator")
 
     def said(ca, cert, key):

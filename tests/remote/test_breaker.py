@@ -227,34 +227,23 @@ async def test_an_error_is_the_object_s_until_another_has_it(kind: type[RemoteEr
     assert it.guarded.problem == "sick"
 
 
-async def test_a_probe_asks_for_another_object_each_time() -> None:
+@pytest.mark.parametrize(("earlier", "good", "order"), [([], "b", ["a", "b"]), (["good"], "good", ["good"])])
+async def test_a_probe_asks_for_another_object_each_time(earlier: list[str], good: str, order: list[str]) -> None:
+    """Objects that came before the refusals are among them."""
     it = Setup()
+    for name in earlier:
+        await it.guarded.get([name], [memoryview(bytearray(100))])
     it.store.mood = RemoteRefused("sick", of_object=True)
     for name in ("a", "b"):
         with pytest.raises(RemoteRefused):
             await it.guarded.get([name], [memoryview(bytearray(100))])
     assert it.guarded.problem
-    asked = it.fail_but("b")
-    for _ in range(2):
-        it.now += 2 * LAST_BACKOFF_S
-        with suppress(RemoteRefused):
-            await it.guarded.probe()
-    assert asked == ["a", "b"]
-    assert it.guarded.problem is None
-
-
-async def test_a_probe_asks_for_an_object_that_came_before_too() -> None:
-    it = Setup()
-    await it.guarded.get(["good"], [memoryview(bytearray(100))])
-    it.fail_but("good")
-    for name in ("a", "b"):
-        with pytest.raises(RemoteRefused):
-            await it.guarded.get([name], [memoryview(bytearray(100))])
-    assert it.guarded.problem
+    asked = it.fail_but(good)
     for _ in range(3):
         it.now += 2 * LAST_BACKOFF_S
         with suppress(RemoteRefused):
             await it.guarded.probe()
+    assert asked == order
     assert it.guarded.problem is None
 
 

@@ -208,23 +208,15 @@ async def test_ten_thousand_objects_that_have_gone_are_misses(start_daemon, open
         assert_bytes(chains[0], await other.get(chains[0]))
 
 
-def _flipped(data, other):
-    return data[:-1] + bytes([data[-1] ^ 1])
+DAMAGES = {
+    "flipped": lambda data, other: data[:-1] + bytes([data[-1] ^ 1]),
+    "truncated": lambda data, other: data[:-1],
+    "lengthened": lambda data, other: data + bytes(1 << 20),
+    "swapped": lambda data, other: other,
+}
 
 
-def _truncated(data, other):
-    return data[:-1]
-
-
-def _lengthened(data, other):
-    return data + bytes(1 << 20)
-
-
-def _swapped(data, other):
-    return other
-
-
-@pytest.mark.parametrize("damage", [_flipped, _truncated, _lengthened, _swapped])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 async def test_a_damaged_object_is_a_miss_and_an_event(start, opened, store, elsewhere, damage):
     keys = chain("damaged", 4)
     await elsewhere(keys)

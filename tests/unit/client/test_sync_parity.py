@@ -75,7 +75,9 @@ def test_there_is_something_to_compare() -> None:
 @pytest.mark.parametrize(("one", "other", "name"), VERBS)
 def test_every_public_name_has_its_synchronous_twin(one: type, other: type, name: str) -> None:
     twin = RENAMED.get(name, name)
-    assert twin in public_or_special(other), f"kvtier.sync.{other.__name__} lacks {twin}: write it, and its docstring"
+    assert twin in {*public(other), *dir(other)}, (
+        f"kvtier.sync.{other.__name__} lacks {twin}: write it, and its docstring"
+    )
     asked, given = inspect.getattr_static(one, name, None), inspect.getattr_static(other, twin, None)
     if not inspect.isfunction(asked):
         assert not inspect.isfunction(given), f"{twin} must be an attribute or a property"
@@ -85,10 +87,6 @@ def test_every_public_name_has_its_synchronous_twin(one: type, other: type, name
     if twin != "__exit__":
         assert parameters(given) == parameters(asked), f"arguments of kvtier.sync.{other.__name__}.{twin} differ"
     assert given.__doc__ or name.startswith("__"), f"kvtier.sync.{other.__name__}.{twin} says nothing of itself"
-
-
-def public_or_special(cls: type) -> set[str]:
-    return {*public(cls), *dir(cls)}
 
 
 def test_the_constructor_takes_what_connect_takes() -> None:

@@ -36,60 +36,28 @@ class CUdevice_attribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
 
 
-class CUpointer_attribute(IntEnum):
-    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
-
-
-class CUmemAllocationGranularity_flags(IntEnum):
-    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
-
-
-class CUmemAllocationType(IntEnum):
-    CU_MEM_ALLOCATION_TYPE_INVALID = 0
-    CU_MEM_ALLOCATION_TYPE_PINNED = 1
-
-
-class CUmemAllocationHandleType(IntEnum):
-    CU_MEM_HANDLE_TYPE_NONE = 0
-    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
-
-
-class CUmemLocationType(IntEnum):
-    CU_MEM_LOCATION_TYPE_INVALID = 0
-    CU_MEM_LOCATION_TYPE_DEVICE = 1
-
-
-class CUmemAccess_flags(IntEnum):
-    CU_MEM_ACCESS_FLAGS_PROT_NONE = 0
-    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-
-class CUmemcpySrcAccessOrder(IntEnum):
-    CU_MEMCPY_SRC_ACCESS_ORDER_INVALID = 0
-    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
-
-
-class CUmemcpyFlags(IntEnum):
-    CU_MEMCPY_FLAG_DEFAULT = 0
-    CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
-
-
-class CUstreamCaptureMode(IntEnum):
-    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
-    CU_STREAM_CAPTURE_MODE_RELAXED = 2
-
-
-class CUstreamCaptureStatus(IntEnum):
-    CU_STREAM_CAPTURE_STATUS_NONE = 0
-    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
-
-
-class CUstream_flags(IntEnum):
-    CU_STREAM_DEFAULT = 0
-    CU_STREAM_NON_BLOCKING = 1
-
-
-class CUevent_flags(IntEnum):
-    CU_EVENT_DEFAULT = 0
-    CU_EVENT_DISABLE_TIMING = 2
+CUpointer_attribute = IntEnum("CUpointer_attribute", {"CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL": 9})
+CUmemAllocationGranularity_flags = IntEnum("CUmemAllocationGranularity_flags", {"CU_MEM_ALLOC_GRANULARITY_MINIMUM": 0})
+CUmemAllocationType = IntEnum(
+    "CUmemAllocationType", {"CU_MEM_ALLOCATION_TYPE_INVALID": 0, "CU_MEM_ALLOCATION_TYPE_PINNED": 1}
+)
+CUmemAllocationHandleType = IntEnum(
+    "CUmemAllocationHandleType", {"CU_MEM_HANDLE_TYPE_NONE": 0, "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": 1}
+)
+CUmemLocationType = IntEnum("CUmemLocationType", {"CU_MEM_LOCATION_TYPE_INVALID": 0, "CU_MEM_LOCATION_TYPE_DEVICE": 1})
+CUmemAccess_flags = IntEnum(
+    "CUmemAccess_flags", {"CU_MEM_ACCESS_FLAGS_PROT_NONE": 0, "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": 3}
+)
+CUmemcpySrcAccessOrder = IntEnum(
+    "CUmemcpySrcAccessOrder", {"CU_MEMCPY_SRC_ACCESS_ORDER_INVALID": 0, "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 1}
+)
+CUmemcpyFlags = IntEnum("CUmemcpyFlags", {"CU_MEMCPY_FLAG_DEFAULT": 0, "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": 1})
+CUstreamCaptureMode = IntEnum(
+    "CUstreamCaptureMode",
+    {"CU_STREAM_CAPTURE_MODE_GLOBAL": 0, "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL": 1, "CU_STREAM_CAPTURE_MODE_RELAXED": 2},
+)
+CUstreamCaptureStatus = IntEnum(
+    "CUstreamCaptureStatus", {"CU_STREAM_CAPTURE_STATUS_NONE": 0, "CU_STREAM_CAPTURE_STATUS_ACTIVE": 1}
+)
+CUstream_flags = IntEnum("CUstream_flags", {"CU_STREAM_DEFAULT": 0, "CU_STREAM_NON_BLOCKING": 1})
+CUevent_flags = IntEnum("CUevent_flags", {"CU_EVENT_DEFAULT": 0, "CU_EVENT_DISABLE_TIMING": 2})
