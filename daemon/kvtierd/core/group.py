@@ -573,6 +573,3 @@ class GroupState:
             block.parent.remove_child(block)
             self._changed[block.parent] = None
         self.ancestry.died(block, cause)
-
-    def transfer(self, src: Tier, dst: Tier, queue_ns: int, copy_ns: int) -> Transfer:
-        return Transfer(src, dst, self.shape.slot_bytes[dst], queue_ns, copy_ns)

@@ -195,30 +195,26 @@ class Outcome:
 
 class Ledger:
     """Changes of one group's slots in one tier, so a slot's number says which slot. :meth:`take` empties the ledger at
-    the end of each call. ``touched``: the ledger appends itself here with its first entry."""
+    the end of each call."""
 
-    def __init__(self, group: GroupId, tier: Tier, touched: list[Ledger]) -> None:
+    def __init__(self, group: GroupId, tier: Tier) -> None:
         self._group = group
         self._tier = tier
-        self._touched = touched
         self._reset()
 
     def _reset(self) -> None:
-        self._clean = True
         self._begun: dict[SlotId, None] = {}
         self._filled: dict[SlotId, Block] = {}
         self._disowned: dict[SlotId, None] = {}
         self._restated: dict[SlotId, Block] = {}
         self._owners: dict[SlotId, SessionId | None] = {}
 
-    def _touch(self) -> None:
-        self._clean = False
-        self._touched.append(self)
+    @property
+    def changed(self) -> bool:
+        return bool(self._begun or self._filled or self._disowned or self._restated or self._owners)
 
     def begin_write(self, slot: SlotId) -> None:
         """Marks the slot's bytes as no block's: its generation is odd until :meth:`end_write`."""
-        if self._clean:
-            self._touch()
         if self._filled:
             self._filled.pop(slot, None)
         self._begun[slot] = None
@@ -230,28 +226,20 @@ class Ledger:
 
     def end_write(self, slot: SlotId, block: Block) -> None:
         """Marks the slot's bytes as the block's."""
-        if self._clean:
-            self._touch()
         self._filled[slot] = block
 
     def disown(self, slot: SlotId) -> None:
         """Marks the slot's bytes as no longer their block's. Holders and readers may still use the bytes."""
         if slot not in self._filled:
-            if self._clean:
-                self._touch()
             self._disowned[slot] = None
 
     def restate(self, slot: SlotId, block: Block) -> None:
         """Records that the traits of the slot's block have changed."""
         if slot not in self._filled:
-            if self._clean:
-                self._touch()
             self._restated[slot] = block
 
     def own(self, slots: Iterable[SlotId], session: SessionId | None) -> None:
         """Sets the session that leases the slots; None = no session."""
-        if self._clean:
-            self._touch()
         for slot in slots:
             self._owners[slot] = session
 
@@ -342,7 +330,7 @@ class Recorder:
         self._blocks_a_move = policy.blocks_a_move
         self._blocks_an_event = policy.blocks_an_event
         self._last_move = 0
-        self._touched: list[Ledger] = []
+        self._ledgers: list[Ledger] = []
         self._events: list[_Telling] = []
         self._telling: _Telling | None = None
         self._moves: list[_Planned] = []
@@ -353,7 +341,9 @@ class Recorder:
 
     def ledger(self, group: GroupId, tier: Tier) -> Ledger:
         """Creates a ledger whose changes become part of the outcome."""
-        return Ledger(group, tier, self._touched)
+        ledger = Ledger(group, tier)
+        self._ledgers.append(ledger)
+        return ledger
 
     def change(
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
@@ -413,10 +403,9 @@ class Recorder:
             tuple(map(_Planned.move, self._moves)),
             tuple(self._grants),
             tuple(self._refusals),
-            tuple(map(Ledger.take, self._touched)),
+            tuple([ledger.take() for ledger in self._ledgers if ledger.changed]),
             tuple([self._event(telling, now, capacity) for telling in self._events]),
         )
-        self._touched.clear()
         self._events.clear()
         self._telling = None
         self._moves.clear()

@@ -108,8 +108,6 @@ class Clocks:
 
     def take_changed(self) -> list[Block]:
         """Takes the blocks whose retention has changed in this call. Call this after :meth:`stamp`."""
-        if not self._changed:
-            return []
         changed, self._changed = list(self._changed), {}
         return changed
 

@@ -111,7 +111,8 @@ class Transfers:
             raise InvariantViolation(f"move {result.id} completes unplanned")
         self._account(in_flight, result, now)
         first = in_flight[0]
-        transfer = self._state.transfer(first.src, first.dst, result.queue_ns, result.copy_ns)  # shared by all events
+        nbytes = self._state.shape.slot_bytes[first.dst]
+        transfer = Transfer(first.src, first.dst, nbytes, result.queue_ns, result.copy_ns)  # shared by all events
         waiters: list[FetchTicket] = []
         for position, flight in enumerate(in_flight):
             self._land(flight, position in result.failed, position in result.corrupt, transfer)

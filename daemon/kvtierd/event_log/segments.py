@@ -70,6 +70,7 @@ class LogSegments:
         refuse_link(path)
         make_private_directory(path)
         self.max_bytes: Final = max_bytes
+        self._segment_bytes: Final = max(max_bytes // _PARTS, _LEAST_SEGMENT)
         self._path: Final = path
         self.files: tuple[Segment, ...] = tuple(filter(None, map(_opened, sorted(path.glob(f"*{_SUFFIX}")))))
         self.last, self._latest_ns = 0, 0
@@ -144,10 +145,6 @@ class LogSegments:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    @property
-    def _segment_bytes(self) -> int:
-        return max(self.max_bytes // _PARTS, _LEAST_SEGMENT)
 
     def _begin(self, run: EventRun, epoch_first: int) -> None:
         self.close()
