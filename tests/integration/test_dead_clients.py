@@ -7,8 +7,6 @@ end. So only the end of the process frees slots, and at once.
 import asyncio
 import os
 import signal
-import statistics
-from contextlib import ExitStack
 
 import grpc
 import numpy as np
@@ -26,9 +24,6 @@ from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
 KEYS = chain("read by the doomed", 3)
-ANSWERS = 30
-"""The daemon gives fewer answers between a process's end and its slots' return. It gives hundreds in a quarter of a
-second, the time between two of its ticks."""
 
 
 @pytest.fixture
@@ -67,37 +62,6 @@ async def test_a_killed_clients_slots_come_back(client, daemon, cache, attached)
     # Blocks that it only read are there as before, and its blank slots are somebody else's now.
     assert_bytes(KEYS, await cache.get(KEYS))
     await (await cache.reserve(6, Tier.HOST)).release()
-
-
-async def answers_until(probe, wanted):
-    """How many answers the daemon gives, one after the other, until one is ``wanted``."""
-    count = 1
-    while not wanted(await probe()):
-        count += 1
-    return count
-
-
-async def test_slots_are_back_at_once_after_a_clients_death(client, daemon, cache):
-    """An end is an event: a lease timer, or the daemon's tick, would show in the median."""
-    answers = []
-    with ExitStack() as stack:
-        doomed = [
-            stack.enter_context(
-                Actor("hold", address=daemon.address, cache=cache.name, reserve={"HOST": 1}, acquire={})
-            )
-            for _ in range(5)
-        ]
-        for each in doomed:
-            each.says()
-        for left, each in zip(range(4, -1, -1), doomed, strict=True):
-            each.kill()
-            answers.append(
-                await answers_until(
-                    lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats, left=left: stats.free == 6 - left
-                )
-            )
-    print("answers until slots were back:", answers)
-    assert statistics.median(answers) < ANSWERS, answers
 
 
 async def test_a_kicked_writer_that_goes_on_writes_into_nobodys_blocks(client, daemon, cache):

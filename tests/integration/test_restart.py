@@ -5,16 +5,16 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, LeaseLost, SpecMismatch, Tier
+from kvtier import BlockResult, LeaseLost, Tier
 from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, sizes
 from tests.integration.conftest import own_daemon
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
-from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
+from tests.integration.waiting import PATIENCE_S, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 ON_DISK = chain("on disk", 20)
@@ -45,18 +45,6 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
         # What was lost can be stored again.
         await cache.put(IN_MEMORY, blocks(IN_MEMORY))
         assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
-
-
-async def test_budgets_and_spec_are_remembered(daemon):
-    async with await patient(daemon.address) as client:
-        await client.open_cache("small", SPEC, budgets=sizes(device=2, host=3, disk=4))
-    await asyncio.to_thread(daemon.restart)
-    async with await patient(daemon.address) as client:
-        (info,) = await client.caches()
-        assert [tier.slots for tier in info.groups[0].tiers] == [2, 3, 4]
-        other = CacheSpec.single("another model", "uint8", 16, layers=1, kv_heads=1, head_size=8)
-        with pytest.raises(SpecMismatch):
-            await client.open_cache("small", other)
 
 
 async def test_generations_never_restart(daemon):
@@ -95,29 +83,6 @@ async def test_leases_die_with_their_daemon(daemon, cleanly):
         assert (await tier_stats(client, "c", Tier.DEVICE)).held == 0
 
 
-async def test_put_and_get_outlive_any_number_of_restarts(daemon):
-    """One client, never told to reconnect, one chain after another while the daemon comes and goes."""
-    rounds = 3
-    async with opened_cache(daemon.address, "c", wait=PATIENCE_S, budgets=sizes(**SLOTS)) as (client, cache):
-        done = asyncio.Event()
-
-        async def work():
-            count = 0
-            while not done.is_set():
-                keys = await put_chain(cache, f"work {count}", 4)
-                found = await cache.get(keys)
-                assert_bytes(keys[: len(found)], found)
-                count += 1
-            return count
-
-        worker = asyncio.create_task(work())
-        for _ in range(rounds):
-            await asyncio.to_thread(daemon.restart)
-            await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.stored >= 8)  # in this life
-        done.set()
-        assert await worker > rounds
-
-
 async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     async with await patient(daemon.address) as client:
         await filled(client)
@@ -131,14 +96,6 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         assert [cache.slots(tier) for tier in TIERS] == [2, 3, SLOTS["disk"]]
         assert_bytes(ON_DISK, await cache.get(ON_DISK))
-
-
-async def test_a_client_that_connects_while_nobody_serves_waits(daemon):
-    daemon.stop()
-    connecting = asyncio.create_task(patient(daemon.address))
-    await asyncio.to_thread(daemon.start)
-    async with await connecting as client:
-        assert (await client.stats()).pid == daemon.pid
 
 
 async def test_clean_stops_under_load(start_daemon):

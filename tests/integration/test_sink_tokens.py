@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, LeaseError, Mirror, Planes, PoolSpec, Tier, WindowGroupSpec
+from kvtier import BlockResult, CacheSpec, LeaseError, Mirror, Planes, PoolSpec, Tier, TooShort, WindowGroupSpec
 from tests.integration.blocks import chain
 from tests.integration.models import assert_content, by_hand, content
 from tests.integration.seeing import tier_stats
@@ -75,6 +75,11 @@ async def test_a_lease_holds_the_sinks_and_the_window(cache, client):
     async with cache.across.acquire(MORE, Tier.DEVICE) as across:
         assert [len(part) for part in across.groups] == [6, LENGTH]
         assert across.groups[WINDOW].keys == tuple(NEEDED)
+    with pytest.raises(TooShort) as refused:
+        await cache.acquire(MORE, min_blocks=LENGTH + 1)
+    assert refused.value.matched == LENGTH
+    async with cache.acquire_many([MORE, KEYS[:6], KEYS]) as leases:
+        assert [each.prefix_length for each in leases] == [LENGTH, SINKS, LENGTH]
     async with cache.acquire(KEYS[:1]) as short:
         assert (short.prefix_length, short.blocks, short.keys) == (1, 1, (KEYS[0],))
 

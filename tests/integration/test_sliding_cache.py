@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, TierFull, TooShort, WindowGroupSpec
+from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, TierFull, WindowGroupSpec
 from tests.integration.blocks import chain
 from tests.integration.models import assert_content, content
 from tests.integration.seeing import tier_stats
-from tests.integration.touching import bytes_in, write_into
+from tests.integration.touching import write_into
 from tests.integration.waiting import patient
 
 SLIDING = CacheSpec("sliding", "uint8", 16, groups=(WindowGroupSpec(100, (PoolSpec(1, 1, 72), PoolSpec(2, 1, 72))),))
@@ -56,35 +56,6 @@ async def test_all_lookups_agree(cache, client):
     await cache.put(KEYS[:2], content(SLIDING, 0, KEYS[:2]))
     assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 2
     assert (await cache.probe(KEYS))[:FIRST] == bytes([Tier.DEVICE.bit] * 2 + [0] * 2)
-
-
-async def test_a_lease_holds_what_the_window_needs(cache, client):
-    async with cache.acquire(MORE, Tier.DEVICE, min_blocks=11) as lease:
-        assert (lease.prefix_length, lease.needed.first, lease.blocks, lease.matched) == (11, FIRST, 7, 11)
-        assert (lease.keys, len(lease.slots), len(lease.found_in)) == (tuple(KEYS[FIRST:]), 7, 7)
-        if cache.mapped:
-            assert_content(SLIDING, 0, KEYS[FIRST:], [bytes_in(lease.view(index)) for index in range(7)])
-            assert lease.unchanged()
-        await lease.give_back([0, 1])
-        assert (lease.prefix_length, lease.blocks) == (11, 5)
-        assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 5
-    with pytest.raises(TooShort) as refused:
-        await cache.acquire(MORE, min_blocks=12)
-    assert refused.value.matched == 11
-    async with cache.acquire_many([MORE, KEYS[:6], KEYS]) as leases:
-        assert [each.prefix_length for each in leases] == [11, 0, 11]
-
-
-@pytest.mark.parametrize("below", [Tier.DEVICE, Tier.HOST, Tier.DISK])
-async def test_a_get_copies_the_window_out_of_any_tier(cache, below):
-    await cache.move(KEYS[FIRST:], below)
-    assert_window(await cache.get(MORE))
-    assert_window(await cache.get(MORE, verify=True))
-    assert await cache.get(KEYS[:9]) == []
-    out = np.full((13, SLIDING.block_bytes(0)), 0xEE, np.uint8)
-    assert_window(await cache.get(MORE, out))
-    assert_content(SLIDING, 0, KEYS[FIRST:], list(out[FIRST:11]))
-    assert (out[:FIRST] == 0xEE).all() and (out[11:] == 0xEE).all()
 
 
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):

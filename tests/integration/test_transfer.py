@@ -61,12 +61,13 @@ async def test_streams_and_mappings_are_of_the_same_blocks(client, streamed, nam
     assert [found.parent for found in [each async for each in cache.blocks()]] == [None, *keys[:-1]]
 
 
-async def test_a_chain_longer_than_the_tier_goes_in_pieces(client, name):
-    streamed = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=64), mapped=False)
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_a_chain_longer_than_the_tier_goes_in_pieces(client, name, mapped):
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=64), mapped=mapped)
     keys = chain("long", 14)
-    assert await streamed.put(keys, blocks(keys)) == [OK] * 14
+    assert await cache.put(keys, blocks(keys)) == [OK] * 14
     out = np.zeros((14, BLOCK_BYTES), dtype=np.uint8)
-    found = await streamed.get(keys, out)
+    found = await cache.get(keys, out)
     assert_bytes(keys, list(found))
     assert_bytes(keys, list(out))
 

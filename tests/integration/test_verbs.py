@@ -226,15 +226,6 @@ async def test_listing_comes_in_pages_of_one_moment(cache):
     assert {(block.residency, block.priority) for block in listed} == {(HOST, 35)}
 
 
-async def test_put_and_get_of_more_than_a_tier_go_in_pieces(cache):
-    keys = chain("more than the device", 24)
-    assert await cache.put(keys, blocks(keys)) == [OK] * 24
-    assert_bytes(keys, await cache.get(keys))
-    out = np.zeros((24, BLOCK_BYTES), dtype=np.uint8)
-    assert_bytes(keys, await cache.get(keys, out))
-    assert_bytes(keys, list(out))
-
-
 async def test_a_reader_maps_nothing_writable(client, cache):
     await put(cache, KEYS)
     reader = await client.open_cache(cache.name, SPEC, write=False)

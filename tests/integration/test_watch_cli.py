@@ -86,25 +86,6 @@ async def test_keys_cut_events_down_to_their_blocks(daemon, client, cache):
     assert {each["type"] for each in told} >= {"stored", "cleared"}
 
 
-async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(daemon, client, cache):
-    start = await last_event(client)
-    await stored(cache, "one")
-    middle = await last_event(client)
-    await stored(cache, "two")
-
-    def ids(*more):
-        """Of what was stored, which nothing in the background adds to."""
-        only = ("-o", "json", "--cache", cache.name, "--type", "stored", "--no-follow")
-        return [each["event_id"] for each in lines(kvtier("watch", "--address", daemon.address, *only, *more).stdout)]
-
-    whole = ids("--since", str(start))
-    after = [each for each in whole if each > middle.id]
-    assert after and len(after) < len(whole)
-    assert ids("--since", str(middle.id)) == after
-    assert ids("--since", "1h") == whole
-    assert ids("--since", str(start), "--limit", "1") == whole[:1]
-
-
 async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists(start_daemon):
     rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["watch"]}'
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)

@@ -247,18 +247,6 @@ async def test_a_probe_asks_for_another_object_each_time(earlier: list[str], goo
     assert it.guarded.problem is None
 
 
-async def test_a_delete_that_is_refused_stops_deletes_alone() -> None:
-    it = Setup()
-    it.store.mood = REFUSED
-    with pytest.raises(RemoteRefused):
-        await it.guarded.delete(["a"])
-    it.store.mood = None
-    assert (it.guarded.problem, it.guarded.put_problem) == (None, None)
-    assert await it.reaches()
-    with pytest.raises(RemoteUnavailable, match="wrong keys"):
-        await it.guarded.delete(["a"])
-
-
 async def test_calls_that_were_given_up_are_failures_by_their_time() -> None:
     it = Setup()
     it.store.mood = asyncio.Event()

@@ -189,24 +189,6 @@ async def test_a_channel_that_closes_while_reads_are_told_costs_these_alone(
     may_answer.set()
 
 
-async def test_a_disowned_session_begins_anew_and_its_leases_are_lost(daemon: FakeDaemon, cache: Cache) -> None:
-    daemon.answers |= {"Reserve": reserve, "Match": match}
-    lease = await cache.reserve(1)
-    before = cache.arena
-    daemon.known.clear()
-    daemon.answers["Match"] = failing(1, grpc.StatusCode.UNAUTHENTICATED, match)
-    assert (await cache.match(KEYS)).blocks == 2
-    assert len(daemon.calls["Open"]) == 2
-    assert before.stale
-    assert not cache.arena.stale
-    with pytest.raises(kvtier.LeaseLost):
-        lease.view(0)
-    with pytest.raises(kvtier.LeaseLost):
-        await lease.commit(KEYS[:1])
-    await lease.release()
-    assert not daemon.calls["Release"], "a lease of another session must not be released in this one"
-
-
 async def test_a_commit_is_never_repeated_in_another_session(daemon: FakeDaemon, cache: Cache) -> None:
     daemon.answers |= {"Reserve": reserve, "Commit": failing(1, grpc.StatusCode.UNAUTHENTICATED, match)}
     lease = await cache.reserve(1)

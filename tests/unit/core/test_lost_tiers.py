@@ -128,27 +128,6 @@ def test_what_arrives_there_in_between_does_not_stay() -> None:
     assert bench.states(DISK) == {SlotState.QUARANTINED: 10}
 
 
-def test_a_lost_device_costs_what_was_only_there_and_the_rest_goes_on() -> None:
-    bench = Bench(device=3, host=3)
-    bench.put("a", HOST)
-    bench.pin("a", HOST)
-    bench.put("b", HOST)
-    bench.acquire("a")
-    bench.land()
-    bench.put("c", DEVICE, under="a")
-    told = len(bench.events)
-    bench.lose(DEVICE)
-    assert list(bench.said(told)) == [
-        (EventType.REMOVED, Cause.IO_ERROR, "c"),
-        (EventType.UPDATED, Cause.IO_ERROR, "a"),
-    ]
-    assert bench.where("a") == bench.where("b") == {HOST}
-    with pytest.raises(TierOutOfService):
-        bench.move("b", DEVICE)
-    bench.put("d", HOST)
-    assert bench.where("d") == {HOST}
-
-
 def test_requests_for_a_lost_device_are_refused_and_a_writer_cannot_commit_there() -> None:
     bench = Bench(device=2, host=2)
     bench.put("a", HOST)

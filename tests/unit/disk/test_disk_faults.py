@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,6 @@ from tests.unit.disk.disk_blocks import (
     SHAPE_BYTES,
     block,
     fails,
-    fetch,
-    holds_its_bytes,
     key,
     names,
     new_store,
@@ -322,36 +319,3 @@ def test_a_full_store_turns_over_for_ever(tmp_path: Path) -> None:
     assert set(verdicts(store, places).values()) == {"ok"}
     with reopened(store, tmp_path, slots) as (_, recovery):
         assert {record.key for record in recovery.records[GROUP]} == {key(name) for name in places}
-
-
-def test_two_readers_beside_a_writer_see_right_bytes_only(store: DiskStore) -> None:
-    """The writer turns over the upper slots while the readers go over the lower ones and, unasked, over all."""
-    lower = {n: n for n in range(8)}
-    store.write([block(n, n) for n in lower])
-    stop = threading.Event()
-    wrong: list[object] = []
-    rounds = [0, 0]
-
-    def read(number: int) -> None:
-        while not stop.is_set():
-            found = verdicts(store, lower)
-            wrong.extend(item for item in found.items() if item[1] != "ok")
-            reads = [fetch(f"{turn}-{slot}", slot) for turn in (0, 29) for slot in range(8, 16)]
-            report = store.read(reads)
-            passed = set(range(len(reads))) - report.failed - report.corrupt
-            wrong.extend(reads[n].key for n in passed if not holds_its_bytes(reads[n]))
-            rounds[number] += 1
-
-    readers = [threading.Thread(target=read, args=(number,)) for number in range(2)]
-    for reader in readers:
-        reader.start()
-    try:
-        for turn in range(30):
-            store.write([block(f"{turn}-{slot}", slot) for slot in range(8, 16)])
-            store.write([], [retire(f"{turn}-{slot}", slot) for slot in range(8, 16)])
-    finally:
-        stop.set()
-        for reader in readers:
-            reader.join()
-    assert wrong == []
-    assert min(rounds) > 0

@@ -13,7 +13,7 @@ from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, session_pb2
 from kvtierd.service import server
 from kvtierd.service.daemon import Daemon
 from tests import packets
-from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, refusal, running
+from tests.unit.service.rig import Client, attached, chain, config, refusal, running
 
 Code = grpc.StatusCode
 PATIENCE_S = 30.0
@@ -42,23 +42,6 @@ async def kick(operator: Client, session_id: int, *, dry_run: bool = False) -> t
 async def free(operator: Client) -> int:
     stats = await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())
     return int(stats.caches[0].tiers[0].free)
-
-
-async def test_a_lease_says_what_is_held_by_whom_since_when(operator: Client, engine: Client) -> None:
-    cache = await engine.open()
-    written = await engine.put(cache, chain(2), release=False)
-    blank = await engine.reserve(cache, 3, HOST)
-    first, second = await leases(operator)
-    assert (first.lease_id, second.lease_id) == (written, blank.lease_id), "not the oldest first"
-    assert (first.tier, first.blank_slots, first.held_blocks) == (DEVICE, 0, 2)
-    assert (second.tier, second.blank_slots, second.held_blocks) == (HOST, 3, 0)
-    assert first.age_ns >= second.age_ns
-    for lease in (first, second):
-        assert (lease.cache, lease.group, lease.orphaned) == ("cache", 0, False)
-        assert (lease.session_id, lease.pid, lease.uid) == (engine.welcome.session_id, os.getpid(), os.getuid())
-        assert lease.command
-    await engine.release(cache, written)
-    assert [lease.lease_id for lease in await leases(operator)] == [blank.lease_id]
 
 
 async def test_slots_that_a_kicked_process_may_write_stay_out_of_use_until_it_lets_go(

@@ -71,22 +71,6 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
         assert reserved < committed == stats.last_event_id
 
 
-async def test_listings_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtierd.service.servicers.blocks.PAGE_ROWS", 3)
-    cache = await client.open()
-    keys = chain(8)
-    await client.put(cache, keys)
-    got, page = [], 0
-    for limit in (0, 2, 2**32 - 1):
-        request = blocks_pb2.ListBlocksRequest(cache_id=cache, page=page, limit=limit)
-        listed = await client.call(client.blocks.List, request)
-        got.append(listed.keys)
-        page = listed.next_page
-    assert [len(keys) // 32 for keys in got] == [3, 2, 3]
-    assert b"".join(got) == b"".join(keys)
-    assert page == 0
-
-
 async def test_an_open_that_its_caller_gave_up_is_finished_all_the_same(client: Client) -> None:
     request = caches_pb2.OpenRequest(name="cache", spec=spec_to_wire(SPEC), seq=1)
     call = client.caches.Open(request, metadata=client.metadata)
