@@ -45,10 +45,8 @@ from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 
 DEFAULT_TIMEOUT_S: Final = 30.0
-GC_TIMEOUT_S: Final = 3600.0
-"""Seconds; listing a large store may take long."""
-RESIZE_TIMEOUT_S: Final = 600.0
-"""Seconds; many gigabytes of blocks may have to move."""
+LONG_TIMEOUT_S: Final = 3600.0
+"""Seconds to list a large store, or to move the blocks of a large cache."""
 MOST_SECONDS: Final = 1e10
 """Maximum age in seconds: about the range of 64 bits of nanoseconds."""
 LOG_END_S: Final = 0.25
@@ -66,7 +64,6 @@ def connect(
 ) -> wire.Held[AsyncClient]:
     """Connects to the daemon whose runtime directory is ``address``: ``async with kvtier.connect() as client``, or
     ``client = await kvtier.connect()``.
-
     Args:
         address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` connects over
             TCP with ``tls``, or on this host with ``insecure`` if the daemon allows that; no memory is mapped then.
@@ -152,7 +149,6 @@ class AsyncClient:
                 idle cache whose identity names an engine gets them, too, and the write policy.
             device: its configured name, or ``GPU-<uuid>``; None: the cache's device, or the device with most left.
             write: False maps the memory read-only. ``mapped`` False maps none: bytes go through streams.
-
         Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
         :class:`PermissionDenied`, :class:`TierFull`.
         """
@@ -317,9 +313,7 @@ class AsyncClient:
         freed = {wire.tier_from_wire(each.tier): each.bytes for each in reply.freed}
         return RemovalReport(reply.blocks, freed, reply.kept_in_store)
 
-    async def resize_cache(
-        self, name: str, *, budgets: wire.Budgets, timeout: float = RESIZE_TIMEOUT_S
-    ) -> ResizeReport:
+    async def resize_cache(self, name: str, *, budgets: wire.Budgets, timeout: float = LONG_TIMEOUT_S) -> ResizeReport:
         """Changes budgets of a cache without a restart; tiers that ``budgets`` does not name keep theirs.
 
         Blocks that still fit stay. Clients of the cache attach again, as after a restart: their calls wait, and their
@@ -339,7 +333,7 @@ class AsyncClient:
         older_than: float | None = None,
         keep_bytes: int | None = None,
         dry_run: bool = False,
-        timeout: float = GC_TIMEOUT_S,
+        timeout: float = LONG_TIMEOUT_S,
     ) -> RemoteGcReport:
         """Deletes blocks of the remote store. ``dry_run`` only reports the effect.
 

@@ -211,13 +211,9 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
     ) -> Stored:
         """Stores a chain: copies the arrays into slots of a tier and commits them. Returns one result per array.
 
-        Mapped memory: stored blocks are not copied again. A chain above half a tier, or 1,024 blocks, goes in pieces,
-        each with its ``timeout``. A chain too long for its tiers is stored as far as it fits. The rest is NO_ROOM;
-        :meth:`kvtier.Cache.reserve` raises :class:`TierFull` instead.
-
-        Several groups are stored one after another, full-attention groups first. If one raises (:class:`TierFull`), the
-        blocks of the groups before it stay stored; a match over all groups is still right.
-
+        A chain above half a tier, or 1,024 blocks, goes in pieces, each with its ``timeout``. A chain too long for its
+        tiers is stored as far as it fits, and the rest is NO_ROOM (:meth:`kvtier.Cache.reserve` raises). Several groups
+        are stored one after another; if one raises, the blocks of the groups before it stay stored.
         Args:
             blocks: an array, tensor or bytes per key, of :attr:`block_bytes`, or one array whose first axis is blocks.
                 For all groups: by group, the arrays of the last keys; a missing group gets nothing.
@@ -250,7 +246,6 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         Mapped slots are copied without a call; while the daemon is silent, only these. The daemon makes the rest ready
         in ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window, and a prefix
         of several groups, whole. Bytes that are not mapped, or were evicted during ``verify``, come through a stream.
-
         Args:
             out: an array or tensor of :attr:`block_bytes` per key; arrays beyond the prefix may be overwritten.
             verify: compares checksums with the daemon's copies in memory.

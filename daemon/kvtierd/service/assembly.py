@@ -207,9 +207,10 @@ class Assembler:
         if not plan.stored or plan.changed:
             in_memory = Tier.DISK not in plan.slots  # a disk store has its options
             past = PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored()) if in_memory else None
-            remembered.put(plan.name, plan.promised or plan.slots, past, device, _block_bytes(plan.spec))
+            each = [plan.spec.record_bytes(group) for group in range(len(plan.spec.groups))]
+            remembered.put(plan.name, plan.promised or plan.slots, past, device, each)
         elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
-            remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device, _block_bytes(plan.spec))
+            remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
     def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
         """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
@@ -457,7 +458,3 @@ def described(devices: Devices) -> list[admin_pb2.DeviceStats]:
         else admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
         for each in devices
     ]
-
-
-def _block_bytes(spec: CacheSpec) -> tuple[int, ...]:
-    return tuple(map(spec.record_bytes, range(len(spec.groups))))

@@ -453,7 +453,7 @@ class RememberedSlots:
         slots: Slots,
         past: PastOptions | None = None,
         device: str = "",
-        block_bytes: tuple[int, ...] = (),
+        block_bytes: Sequence[int] = (),
     ) -> None:
         """Remembers a cache. ``past``: options of a cache that is not on disk. ``block_bytes``: by window group; empty
         = as before. Raises TierIOError."""
@@ -464,7 +464,7 @@ class RememberedSlots:
                 slots={**now.slots, name: {str(tier): counts for tier, counts in slots.items()}},
                 options=others if past is None else others | {name: past},
                 devices={**now.devices, name: device},
-                block_bytes={**now.block_bytes, name: block_bytes or now.block_bytes.get(name, ())},
+                block_bytes={**now.block_bytes, name: tuple(block_bytes) or now.block_bytes.get(name, ())},
             )
 
     @property

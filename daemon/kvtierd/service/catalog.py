@@ -206,13 +206,11 @@ class Catalog:
 
         Idle members of its family give way to a new cache. An idle cache with a family gets the asked budgets and write
         policy; one that cannot have them opens as it is.
-
         Args:
             spec: None = the cache's own; a new cache needs a specification.
             asked: Budgets; empty = the default share of every tier.
             device: Name or id of its device; "" = the choice of :meth:`Devices.for_new`.
             create: Whether the cache may be made.
-
         Raises: CallRefused: INVALID_ARGUMENT (differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (left out).
         """
         cache = self._by_name.get(name)
