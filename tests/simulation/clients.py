@@ -34,6 +34,7 @@ class GroupRequest(Request):
 @dataclass(slots=True, frozen=True)
 class SlotsRequest(GroupRequest):
     count: int
+    after: Key | None
 
 
 @dataclass(slots=True, frozen=True)
