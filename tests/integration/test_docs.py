@@ -336,7 +336,7 @@ OPTIONS = {
 }
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 OF_OTHERS = {
-    *("--build-arg", "--group-add", "--pid", "--ulimit", "--kv-events-config", "--page-size"),
+    *("--build-arg", "--group-add", "--pid", "--ulimit", "--kv-events-config", "--page-size", "--dtype"),
     *("mlx5_0", "page_unified", "prefetch_threshold", "prompt_logprobs", "reset_connector", "python_gc_"),
     *("last_blocks", "shmem_enabled", "transparent_hugepage", "launch_server", "page_first_direct", "pytest"),
     *("AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "ec_paramgen_curve", "usr_cert"),
