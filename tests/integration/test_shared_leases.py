@@ -66,6 +66,7 @@ async def hammer(cache, untouchable):
             assert not set(lease.slots) & untouchable
             fill(lease, CROWD[: len(lease)])
         await cache.put(CROWD, blocks(CROWD))
+    await cache.drop(CROWD[:1])
 
 
 async def test_a_schedulers_death_gives_nothing_away_under_its_workers(client, daemon, cache):
