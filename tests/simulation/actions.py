@@ -22,8 +22,7 @@ Action = Callable[[World, Chooser], None]
 def reserve(world: World, choose: Chooser) -> None:
     if world.memory_tiers:
         site, tier = _site(world, choose), choose.pick(world.memory_tiers)
-        after = choose.pick([None, *world.forest.keys])
-        world.reserve(_session(world, choose), site, tier, choose.between(1, min(4, site.slots[tier])), after)
+        world.reserve(_session(world, choose), site, tier, choose.between(1, min(4, site.slots[tier])))
 
 
 def scribble(world: World, choose: Chooser) -> None:

@@ -34,7 +34,6 @@ class GroupRequest(Request):
 @dataclass(slots=True, frozen=True)
 class SlotsRequest(GroupRequest):
     count: int
-    after: Key | None
 
 
 @dataclass(slots=True, frozen=True)

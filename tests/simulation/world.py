@@ -114,14 +114,14 @@ class World:
 
     # -- calls of clients --------------------------------------------------------------------------------------------
 
-    def reserve(self, session: SessionId, site: Site, tier: Tier, count: int, after: Key | None = None) -> None:
+    def reserve(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
         leased = len(self.clients.leased(site.group, tier))
         try:
-            ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now, after)
+            ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
         except TierOutOfService:
             self._refused(tier)
             return
-        self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count, after)
+        self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count)
         self._carry_out(outcome)
         impossible = count > site.slots[tier] - leased
         require(not impossible or ticket not in self.clients.requests, "a reservation waits that nothing can satisfy")
@@ -751,7 +751,7 @@ class World:
             self.seen[f"refused {refusal.reason.name}"] += 1
             request = self.clients.take_answer(refusal)
             self.clients.take_refusal(request, refusal)
-            full = refusal.reason is RefusalReason.TIER_FULL and isinstance(request, SlotsRequest) and not request.after
+            full = refusal.reason is RefusalReason.TIER_FULL and isinstance(request, SlotsRequest)
             require(not (alone and full), "a reservation is refused though nobody else holds or wants anything")
         for request in granted:
             if isinstance(request, SlotsRequest):
