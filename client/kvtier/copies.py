@@ -122,8 +122,8 @@ async def put(
             continue
         except TierFull as full:
             step = len(places) // 2
-            if full.reason != "TIER_FULL" or (full.holders and not step and places[0] == 0):
-                raise  # others leave no room for any block
+            if full.reason != "TIER_FULL" or (not step and places[0] < cache.slots(tier)):
+                raise  # there is room for this block once others release
             left.extendleft(reversed(places))
             if step:
                 continue  # fewer may fit

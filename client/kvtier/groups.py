@@ -219,7 +219,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
                 For all groups: by group, the arrays of the last keys; a missing group gets nothing.
             parent: key of the block before the first; None: from ``prompt``, else the first block is a root.
             prompt: the prompt of the keys, for more detail in events. ``retention``: instead of ``priorities``.
-        Raises: :class:`InvalidArgument`, :class:`TierFull` if others leave no room for the first block.
+        Raises: :class:`InvalidArgument`, :class:`TierFull` while others take slots that the chain needs.
         """
         chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)

@@ -238,13 +238,13 @@ async def test_a_chain_longer_than_its_tier_is_stored_as_far_as_it_fits(client, 
     other, keys = await client.open_cache(name, SPEC, budgets=sizes(host=8)), chain("long", 25)
     cache = await client.open_cache(name, mapped=mapped)
     await cache.put(keys[:before], blocks(keys[:before]))
-    lease = await other.reserve(1)
-    for room in (7, 8):
-        results = await cache.put(keys, blocks(keys))
-        assert [result is BlockResult.NO_ROOM for result in results] == room * [False] + (25 - room) * [True]
-        assert_bytes(keys[:room], await cache.get(keys))
-        if room == 7:
-            await lease.release()
+    async with other.reserve(1):
+        with pytest.raises(TierFull, match="held by pid"):
+            await cache.put(keys, blocks(keys))
+        assert_bytes(keys[:7], await cache.get(keys))
+    results = await cache.put(keys, blocks(keys))
+    assert [result is BlockResult.NO_ROOM for result in results] == 8 * [False] + 17 * [True]
+    assert_bytes(keys[:8], await cache.get(keys))
 
 
 def test_a_thread_begins_a_verb_and_looks_later(daemon, name):

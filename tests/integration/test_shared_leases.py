@@ -65,7 +65,8 @@ async def hammer(cache, untouchable):
         async with cache.reserve(HOST - len(untouchable)) as lease:
             assert not set(lease.slots) & untouchable
             fill(lease, CROWD[: len(lease)])
-        await cache.put(CROWD, blocks(CROWD))
+        with pytest.raises(TierFull):
+            await cache.put(CROWD, blocks(CROWD))
     await cache.drop(CROWD[:1])
 
 
@@ -269,7 +270,8 @@ async def test_a_store_of_slots_is_committed_a_few_at_a_time(client, cache):
     ]
     assert lease.blank == [4, 5]
     assert_bytes(keys[:4], await cache.get(keys[:4]))
-    await cache.put(CROWD, blocks(CROWD))
+    with pytest.raises(TierFull):
+        await cache.put(CROWD, blocks(CROWD))
     assert (await cache.match(keys)).blocks == 0
     await lease.release()
     assert (await host(client, cache))[:2] == (0, 0)

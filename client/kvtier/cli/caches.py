@@ -102,7 +102,7 @@ def resize_cache(daemon: DaemonAt, name: str, form: str, **sizes: int | None) ->
         raise click.UsageError("name a size: --device, --host or --disk")
     report = daemon.ask(lambda client: client.resize_cache(name, budgets=budgets))
     text = f"{name}: resized in {report.took_s:.2f} s; calls waited at most {report.stalled_s:.2f} s"
-    show(form, {"cache": name, **asdict(report)}, f"{text}; {report.evicted} blocks left")
+    show(form, {"cache": name, **asdict(report)}, f"{text}; {report.evicted} blocks did not fit")
 
 
 def _gone(name: str, report: RemovalReport) -> str:
