@@ -94,7 +94,7 @@ def test_every_command_of_the_readme_in_its_order(reader):
             reader.type(words)
             verbs.add(words[1])
     assert [command for command, said in reader.shown.items() if not said.strip()] == []
-    assert verbs >= {"demo", "install", "replay", "status", "top", "watch", "leases", "cache", "move", "doctor"}
+    assert verbs >= {"demo", "test", "install", "replay", "status", "top", "watch", "leases", "cache", "move", "doctor"}
     said = "".join(reader.shown.values())
     for each in ("kept  ", "kvtierd ready", "4 blocks are stored", "4 blocks are still stored", "move 4 blocks: 4 ok"):
         assert each in said, said

@@ -53,7 +53,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt:
     lines and logs. The prompt's keys are computed without adapter and images. The command does not count as a use
     of the blocks.
 
-    Exit status: 1 nobody has the block, or several keys begin with KEY, or as for every command.
+    Exit status: 1 if no daemon has the block, or several keys begin with KEY; else as for every command.
     """
     if isinstance(wanted, list) and cache is None:
         raise click.UsageError("a prompt has other keys in each cache: say which by --cache")
