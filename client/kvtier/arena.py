@@ -232,6 +232,7 @@ class Binder:
         self.asked: Final = Asked()
         self._lock = asyncio.Lock()
         self._closed = False
+        self.slots_ahead: Final = AheadSlots(self)
         self.returning: Final[set[asyncio.Future[None]]] = set()
         """Releases under way that no caller waits for."""
         self.ahead: Callable[[], Awaitable[None]] = _nothing
@@ -390,11 +391,13 @@ class Binder:
                 return await self.session.call(attempt, deadline)
         except UNHEARD:
             for binding in sent:
-                release = blocks_pb2.ReleaseRequest(
-                    cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
-                )
-                self.later(self._until_answered(binding, release))
+                self.give_up(binding, request.seq)
             raise
+
+    def give_up(self, binding: Binding, seq: int) -> None:
+        """Begins to give back the leases that a call without an answer may have granted."""
+        release = blocks_pb2.ReleaseRequest(cache_id=binding.cache_id, given_up=[seq], seq=self.session.next_seq())
+        self.later(self._until_answered(binding, release))
 
     async def release(
         self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline, slots: Sequence[int] = ()
@@ -450,6 +453,54 @@ class Binder:
                 return
             except (errors.DeadlineExceeded, errors.DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
+
+
+_AHEAD_S: Final = 0.1
+"""Seconds for which slots leased ahead are kept."""
+
+
+class AheadSlots:
+    """Slots that commits leased for the next put, by group and tier. Unused slots soon go back."""
+
+    def __init__(self, binder: Binder) -> None:
+        self._binder: Final = binder
+        self._of: Final[dict[tuple[int, Tier], tuple[Binding, blocks_pb2.ReserveResponse, asyncio.TimerHandle]]] = {}
+        self._last: Final[dict[tuple[int, Tier], int]] = {}
+        """Number of blocks of the last put."""
+
+    def wanted(self, group: int, tier: Tier, count: int) -> int:
+        """Number of slots to lease with the commit of ``count`` blocks: the next put is like the last two."""
+        last, self._last[group, tier] = self._last.get((group, tier)), count
+        return count if last == count else 0
+
+    def keep(self, group: int, tier: Tier, binding: Binding, lease: blocks_pb2.ReserveResponse) -> None:
+        self._give_back((group, tier))  # from another put meanwhile
+        timer = asyncio.get_running_loop().call_later(_AHEAD_S, self._give_back, (group, tier))
+        self._of[group, tier] = binding, lease, timer
+
+    def take(self, group: int, tier: Tier, count: int) -> tuple[Binding, blocks_pb2.ReserveResponse] | None:
+        """A lease of ``count`` slots or more; None if there is none."""
+        if (group, tier) not in self._of:
+            return None
+        binding, lease, timer = self._of[group, tier]
+        if len(lease.slots) < count or binding.session != self._binder.session.number:
+            self._give_back((group, tier))
+            return None
+        timer.cancel()
+        del self._of[group, tier]
+        return binding, lease
+
+    def give_back(self) -> None:
+        """Begins to give all slots back."""
+        for place in list(self._of):
+            self._give_back(place)
+
+    def _give_back(self, place: tuple[int, Tier]) -> None:
+        if place in self._of:
+            binding, lease, timer = self._of.pop(place)
+            timer.cancel()
+            release = self._binder.release(binding, [lease.lease_id], Deadline(_GIVE_BACK_S))
+            self._binder.later(release, "release of slots leased ahead")
 
 
 def _releasing(binding: Binding, request: blocks_pb2.ReleaseRequest) -> Callable[[Link], Awaitable[None]]:

@@ -182,6 +182,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
+        self._binder.slots_ahead.give_back()
         await self._book.release(self._book.out, stream, timeout)
 
     @property

@@ -348,14 +348,15 @@ class LeaseBook:
     async def reserve(
         self, cache: Owner, tier: Tier, count: int, timeout: float | None, after: bytes = b""
     ) -> WriteLease:
-        """``after``: the block that new blocks will follow; no room is made by dropping its chain."""
+        """``after``, for a put: the block that its blocks will follow; no room is made by dropping its chain."""
         deadline = self._deadline(timeout)
         # A repeated call must be identical to the byte, so it carries the whole time, not the rest.
         request = blocks_pb2.ReserveRequest(
             group=cache.group, tier=tier_to_wire(tier), count=count, timeout_ns=deadline.wait_ns(), after=after
         )
-        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Reserve, request, deadline)
-        lease = WriteLease(cache, self, binding, tier, reply.lease_id, reply.slots)
+        ahead = self._binder.slots_ahead.take(cache.group, tier, count) if after else None
+        binding, reply = ahead or await self._binder.take(lambda stubs: stubs.blocks.Reserve, request, deadline)
+        lease = WriteLease(cache, self, binding, tier, reply.lease_id, reply.slots[:count])
         self.keep([lease])
         return lease
 
@@ -470,6 +471,7 @@ class LeaseBook:
         lease.require_live()
         info, keys = lease.binding.info, b"".join(part.chain)
         request = commit_request(info, keys, lease.slots, None, part.parents, None, part.kept, part.prompt, True)
+        request.ahead = self._binder.slots_ahead.wanted(lease.cache.group, lease.tier, len(part.chain))
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(
@@ -495,8 +497,11 @@ class LeaseBook:
         blank = [index for index in lease.blank if lease.slots[index] in slots]
         try:
             reply = await self._session.call(attempt, deadline)
-        except errors.KvtierError as error:
-            if not isinstance(error, (*UNHEARD, errors.DaemonError)):  # the daemon refused, which changes nothing
+        except (*UNHEARD, errors.KvtierError) as error:
+            if isinstance(error, UNHEARD):
+                if request.ahead:
+                    self._binder.give_up(lease.binding, request.seq)
+            elif not isinstance(error, errors.DaemonError):  # the daemon refused, which changes nothing
                 lease._set_blank(blank, True)
                 lease._set_given_back(blank, False)
             raise
@@ -505,6 +510,8 @@ class LeaseBook:
             self._leases.discard(lease)
             self._untouched([lease])
             self._ending.discard(lease)
+        if reply.HasField("ahead"):
+            self._binder.slots_ahead.keep(lease.cache.group, lease.tier, lease.binding, reply.ahead)
         return [BlockResult(result) for result in reply.results]
 
     @property

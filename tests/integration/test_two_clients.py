@@ -4,7 +4,8 @@ import asyncio
 import os
 
 from kvtier import BlockResult, Tier, TierFull, connect
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, put_chain
+from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
 
@@ -39,6 +40,25 @@ async def test_who_asks_first_is_served_first(start_daemon):
             await asyncio.gather(first, ask(theirs, 1, "second"))
             assert granted["first"] < granted["second"], f"turn {turn}"
         assert waited, "nobody ever had to wait: this showed nothing"
+
+
+async def test_puts_one_after_the_other_lease_their_slots_ahead(start_fresh):
+    """A put takes a single call then. The slots are in nobody's way, and go back when no more puts come."""
+    daemon = start_fresh(*LISTEN, host=128)
+    async with await connect(daemon.address) as one, await connect(daemon.address) as two:
+        mine, theirs = await one.open_cache("ahead", SPEC), await two.open_cache("ahead", SPEC)
+        for turn in range(100):
+            await put_chain(mine, f"turn {turn}", 2)
+        seen = await scrape(daemon)
+        assert seen.value("kvtier_calls_total", method="kvtier.v1.Blocks.Commit") == 100
+        assert seen.value("kvtier_calls_total", method="kvtier.v1.Blocks.Reserve") < 10  # a slow machine keeps none
+        async with theirs.reserve(128, timeout=30):
+            pass  # all slots: the ones leased ahead have come back
+        assert not await one.leases()
+        await put_chain(mine, "last", 2)
+        await theirs.reset()
+        await mine.close()
+        await eventually(one.leases, lambda leases: not leases)
 
 
 async def test_many_writers_of_few_slots_all_get_through(start_daemon):

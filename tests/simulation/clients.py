@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -10,7 +10,7 @@ from typing import Final
 from kvtierd.core.ids import SEVERAL, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import LeaseRecord, LeftLease
 from kvtierd.core.outcome import Grant, Refusal
-from tests.simulation.memory import Content, Memory
+from tests.simulation.memory import POISON, Content, Memory
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
 
@@ -173,6 +173,13 @@ class Clients:
         joined.chains = [list(chain) for chain in holding.chains]
         holding.family.append(joined)
         self.leases[lease] = joined
+
+    def lease_ahead(self, holding: Holding, lease: LeaseId, slots: Iterable[SlotId]) -> None:
+        """Adds a lease of slots that nobody has written yet, like ``holding``, which has ended."""
+        require(lease not in self.leases, f"lease {lease} is given twice")
+        blank = dict.fromkeys(slots, POISON)
+        require(self.leased(holding.plan.group, holding.tier).isdisjoint(blank), "a leased slot is leased ahead")
+        self.leases[lease] = Holding(lease, holding.session, holding.plan, holding.tier, blank)
 
     @property
     def usable(self) -> list[Holding]:

@@ -93,6 +93,7 @@ class Setup:
             write_policy=choose.pick((WriteMode.BACK, WriteMode.THROUGH, WriteMode.SELECTIVE)),
             eviction=choose.pick(tuple(EVICTORS)),
             reserve_shift=choose.pick((7, 3, 2)),
+            ahead_share=choose.pick((32, 3)),
             waiting_victims=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
             remote=_remote(choose),

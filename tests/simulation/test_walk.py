@@ -52,6 +52,7 @@ HAPPENS: Final = (
     "commit PARENT_MISSING",
     "commit PARENT_CONFLICT",
     "commit and release",
+    "leased ahead",
     "commit for several",
     "joined",
     "given back in part",

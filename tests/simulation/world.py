@@ -115,7 +115,7 @@ class World:
     # -- calls of clients --------------------------------------------------------------------------------------------
 
     def reserve(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
-        leased = len(self.clients.leased(site.group, tier))
+        leased = len(self.clients.leased(site.group, tier)) - self.core.windows[site.group].slots_ahead(tier)
         try:
             ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
         except TierOutOfService:
@@ -165,6 +165,17 @@ class World:
         if release:
             self.seen["commit and release"] += 1
             self.clients.release(holding.id)
+        self._carry_out(outcome)
+        if release and stored:
+            self._lease_ahead(holding, len(stored), stored[-1].key)
+
+    def _lease_ahead(self, holding: Holding, count: int, after: Key) -> None:
+        """A commit that ends its lease asks for as many slots ahead."""
+        place = holding.session, holding.plan.group, holding.tier
+        lease, outcome = self.core.lease_ahead(*place, count, after, self.now)
+        if lease is not None:
+            self.seen["leased ahead"] += 1
+            self.clients.lease_ahead(holding, lease.id, lease.blank)
         self._carry_out(outcome)
 
     def acquire(self, session: SessionId, sites: Sequence[Site], tier: Tier, chains: Sequence[ChainRequest]) -> None:
@@ -632,12 +643,14 @@ class World:
     # -- coming to rest ------------------------------------------------------------------------------------------------
 
     def drain(self, choose: Chooser) -> None:
-        """Ends everything in flight with success, and checks that no request waits then."""
+        """Ends everything in flight with success, and all leases ahead. Checks that no request waits then."""
         for _ in range(DRAIN_BOUND):
             if self.in_flight:
                 self.report(choose, faults=False)
             elif self.core.behind:
                 self.go_on()
+            elif ahead := self._leased_ahead():
+                self.release(self.clients.leases[ahead[0]].session, ahead[:1])
             else:
                 break
         require(self.in_flight == 0, "moves beget moves for ever")
@@ -756,7 +769,7 @@ class World:
         for request in granted:
             if isinstance(request, SlotsRequest):
                 self.clients.verify_turn(request)
-        coming = self.in_flight > 0 or self.core.behind
+        coming = self.in_flight > 0 or self.core.behind or bool(self._leased_ahead())
         require(not self.clients.requests or coming, "somebody waits for nothing")
         self.verify()
 
@@ -776,6 +789,9 @@ class World:
                     request.removed.update(gone)
             for removed in self._watchers:
                 removed.update(gone)
+
+    def _leased_ahead(self) -> list[LeaseId]:
+        return [lease for window in self.core.windows.values() for held in window.ahead.values() for lease in held]
 
     def _granted(
         self,

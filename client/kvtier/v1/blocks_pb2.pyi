@@ -400,6 +400,7 @@ class CommitRequest(google.protobuf.message.Message):
     PARTIAL_TOKENS_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     LET_GO_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
     keys: builtins.bytes
@@ -433,6 +434,10 @@ class CommitRequest(google.protobuf.message.Message):
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""
     let_go: builtins.bool
     """the lease does not hold the new blocks; the rest of it goes on"""
+    ahead: builtins.int
+    """With release: blank slots that the caller will want next, in the same group and tier. The daemon leases them ahead
+    only if it can at once, and only a small share of the tier. The caller gives unused slots back within a second.
+    """
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of this lease, blank"""
@@ -472,9 +477,10 @@ class CommitRequest(google.protobuf.message.Message):
         partial_tokens: builtins.int = ...,
         release: builtins.bool = ...,
         let_go: builtins.bool = ...,
+        ahead: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "partial_tokens", b"partial_tokens", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "ahead", b"ahead", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "partial_tokens", b"partial_tokens", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -488,18 +494,24 @@ class CommitResponse(google.protobuf.message.Message):
 
     RESULTS_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     results: builtins.bytes
     """BlockResult, one byte a block"""
     @property
     def as_of_event(self) -> global___Cursor: ...
+    @property
+    def ahead(self) -> global___ReserveResponse:
+        """the slots leased ahead; none: the next commit needs a Reserve"""
+
     def __init__(
         self,
         *,
         results: builtins.bytes = ...,
         as_of_event: global___Cursor | None = ...,
+        ahead: global___ReserveResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ahead", b"ahead", "as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ahead", b"ahead", "as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
 
 global___CommitResponse = CommitResponse
 

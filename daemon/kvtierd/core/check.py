@@ -362,13 +362,14 @@ class _Checker:
         return [name for name, true in belongs.items() if true]
 
     def queues(self) -> None:
-        """Requests wait in order, and only while work is in flight."""
+        """Requests wait in order, and only while work is in flight or slots are leased ahead."""
         for tier in self.state.tiers:
             queue = self.window.queued(tier)
             if [t.id for t in queue] != sorted(t.id for t in queue):
                 raise _broken(4, f"{tier}: requests are out of order")
             waits = queue and not self._waits_elsewhere(queue[0])
-            if waits and not (self.window.transfers.active or self.state.losing):
+            coming = self.window.transfers.active or self.state.losing or self.window.slots_ahead(tier)
+            if waits and not coming:
                 raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:

@@ -221,6 +221,15 @@ class BlockManager:
             self._end(owned)
         return results, self._outcome(now, window)
 
+    def lease_ahead(
+        self, session: SessionId, group: GroupId, tier: Tier, count: int, after: Key, now: int
+    ) -> tuple[SlotLease | None, Outcome]:
+        """See :meth:`WindowManager.lease_ahead`. Call right after the session's :meth:`commit`."""
+        window = self._window(group)
+        lease = window.lease_ahead(session, tier, count, after, now)
+        self._served = (window,)
+        return lease, self._take(now)
+
     def acquire(
         self, session: SessionId, groups: Sequence[GroupId], tier: Tier, chains: Sequence[ChainRequest], now: int
     ) -> tuple[tuple[TicketId, ...], Outcome]:
@@ -367,7 +376,9 @@ class BlockManager:
     def _require_unheld(self) -> None:
         states = (window.state for window in self.windows.values())
         pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
-        holders = holders_of(self.leases.values())  # without leases that hold nothing any more
+        ahead = [lease for window in self.windows.values() for leases in window.ahead.values() for lease in leases]
+        # Without leases that hold nothing any more.
+        holders = holders_of(lease for lease in self.leases.values() if lease.id not in ahead)
         if holders or pinned:
             raise ResetRefused(holders, pinned)
 
@@ -415,6 +426,7 @@ class BlockManager:
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             self.windows[lease.group].holds.orphan(lease, True)
+            self.windows[lease.group].ahead[lease.tier].pop(lease.id, None)
         return self._outcome(now)
 
     def reattach_session(self, session: SessionId, now: int) -> Outcome:
@@ -455,13 +467,14 @@ class BlockManager:
     @property
     def behind(self) -> bool:
         """Whether calls have left work to do, for :meth:`go_on` or any later call."""
-        return any(window.state.behind for window in self.windows.values())
+        return any(window.state.behind or window.short for window in self.windows.values())
 
     def go_on(self, now: int) -> Outcome:
-        """Does a slice of the work that calls have left: passes uses and priorities on to ancestors, and removes
-        lost copies and their dependants."""
+        """Does a slice of the work that calls have left: passes uses and priorities on to ancestors, removes lost
+        copies and their dependants, and frees slots for leases ahead."""
         for window in self.windows.values():
             removal.lose_on(window.state)
+            window.refill(now)
         return self._outcome(now)
 
     def lose_tier(self, tier: Tier, now: int) -> Outcome:
@@ -529,7 +542,9 @@ class BlockManager:
         return TicketId(self._last_ticket)
 
     def _end(self, lease: SlotLease) -> None:
-        self.windows[lease.group].holds.give_back(lease, lease.all_slots())
+        window = self.windows[lease.group]
+        window.holds.give_back(lease, lease.all_slots())
+        window.ahead[lease.tier].pop(lease.id, None)
         self._leases.forget(lease)
 
     def _withdraw_tickets(self, session: SessionId) -> None:

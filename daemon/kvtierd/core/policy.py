@@ -96,6 +96,8 @@ class Policy:
     """Largest share of a tier kept clean, i.e. free, or valid in a lower tier too. Demand decides how much is kept
     clean."""
     max_pinned: float = 0.5
+    ahead_share: int = 32
+    """Slots may be leased ahead up to ``slots // ahead_share``: see :meth:`WindowManager.lease_ahead`."""
     reserve_shift: int = 5
     reserve_max: int = 512
     """``min(slots >> shift, max)`` disk slots are kept free: a disk slot is free only after the deletion of its old

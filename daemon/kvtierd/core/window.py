@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
+from typing import Final
 
 from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holds, UseCounts
-from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.ids import BITS, DISK, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, ReserveTicket, SlotLease, Ticket
 from kvtierd.core.outcome import Grant, GroupGrant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
@@ -18,6 +19,9 @@ from kvtierd.core.reclaim import COMING, LAST, NEVER, NOW, Background, Reclaimer
 from kvtierd.core.recovery import RecoveredBlock, recover
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
 from kvtierd.core.transfers import BlockResult, Transfers
+
+_LEASES_AHEAD: Final = 8
+"""Number of leases ahead for which slots are freed at once."""
 
 
 class WindowManager:
@@ -46,6 +50,10 @@ class WindowManager:
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
         self.holds = Holds(self.state, self.background)
         self.use_counts = UseCounts(self.state, self.background)
+        self.ahead: dict[Tier, dict[LeaseId, SlotLease]] = {tier: {} for tier in self.state.tiers}
+        """Leases of slots for which their session has no blocks yet. The session soon uses them or gives them back."""
+        self.short: dict[Tier, tuple[int, Key]] = {}
+        """Tiers that are to have more free slots, and the block whose chain is not dropped for them."""
 
     def close(self) -> None:
         """See ``BlockManager.close``."""
@@ -178,7 +186,7 @@ class WindowManager:
         prospect = (
             NOW if self.reclaimer.available(tier) >= wanted else self.reclaimer.secure(tier, wanted, desperate=True)
         )
-        coming = prospect is COMING or (prospect is NEVER and self.transfers.active > 0)
+        coming = prospect is COMING or (prospect is NEVER and (self.transfers.active > 0 or self.slots_ahead(tier) > 0))
         waits = coming or (tier is DISK and bool(self.state.losing))  # a loss may take ancestors off the disk
         if isinstance(ticket, FetchTicket) and ticket.hold:
             ticket.able = prospect is NOW
@@ -194,14 +202,45 @@ class WindowManager:
 
     def _start(self, ticket: Ticket) -> None:
         if isinstance(ticket, ReserveTicket):
-            lease = self._new_lease(ticket.session, self.state, ticket.tier)
-            slots = self.state.take_blanks(ticket.tier, ticket.session, ticket.count)
-            lease.blank = dict.fromkeys(slots)
-            self._recorder.grant(Grant(ticket.id, (GroupGrant(self.state.group, lease.id, tuple(slots)),)))
+            lease = self._lease_blanks(ticket.session, ticket.tier, ticket.count)
+            self._recorder.grant(Grant(ticket.id, (GroupGrant(self.state.group, lease.id, tuple(lease.blank)),)))
         else:
             self._take(ticket, present_only=False)
             if ticket.pending == 0 and not ticket.hold:
                 self._answer_move(ticket)
+
+    def _lease_blanks(self, session: SessionId, tier: Tier, count: int) -> SlotLease:
+        lease = self._new_lease(session, self.state, tier)
+        lease.blank = dict.fromkeys(self.state.take_blanks(tier, session, count))
+        return lease
+
+    def lease_ahead(self, session: SessionId, tier: Tier, count: int, after: Key, now: int) -> SlotLease | None:
+        """Leases blank slots, at once or not at all, that the session will want next to store blocks after ``after``.
+        Sessions together get a small share of the tier: slots leased ahead have no blocks, and a request may need
+        them."""
+        if self._queues[tier] or count > self._left_ahead(tier) or not self._free_ahead(tier, count, after, now):
+            return None
+        lease = self._lease_blanks(session, tier, count)
+        self.ahead[tier][lease.id] = lease
+        if self.state.slots[tier].free < count:
+            self.short[tier] = _LEASES_AHEAD * count, after
+        return lease
+
+    def refill(self, now: int) -> None:
+        """Frees slots for the next leases ahead."""
+        while self.short:
+            tier, (count, after) = self.short.popitem()
+            self._free_ahead(tier, min(count, self._left_ahead(tier)), after, now)
+
+    def _left_ahead(self, tier: Tier) -> int:
+        return self.state.slots[tier].capacity // self.state.policy.ahead_share - self.slots_ahead(tier)
+
+    def _free_ahead(self, tier: Tier, count: int, after: Key, now: int) -> bool:
+        self.reclaimer.begin(now)
+        self.reclaimer.serve(LAST, self.state.index.get(after))
+        prospect = self.reclaimer.secure(tier, count, desperate=False)
+        self.reclaimer.end()
+        return prospect is NOW
 
     def _settle_for_less(self, ticket: Ticket) -> bool:
         """Nothing more can be had and nothing is in flight: a move does with less, a reserve is refused."""
@@ -352,13 +391,18 @@ class WindowManager:
 
     # -- capacity ----------------------------------------------------------------------------------------------------
 
+    def slots_ahead(self, tier: Tier) -> int:
+        """Number of slots that are leased ahead."""
+        return sum([len(lease.blank) for lease in self.ahead[tier].values()])
+
     def obtainable(self, tier: Tier) -> int:
-        """Largest number of slots that could be freed: all but blank, orphaned, quarantined and held slots."""
+        """Largest number of slots that could be freed: all but blank, orphaned, quarantined and held slots. Slots
+        leased ahead come back."""
         if tier in self.state.lost:
             return 0
         slots = self.state.slots[tier]
         out = sum(slots.count(state) for state in (SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED))
-        return slots.capacity - out - self.state.held[tier]
+        return slots.capacity - out - self.state.held[tier] + self.slots_ahead(tier)
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """Whether the block is in the tier, on its way there, or behind a usable edge."""

@@ -219,6 +219,13 @@ class Engine:
         commit = cache.manager.commit
         return self._applied(cache, commit(session, lease, items, self._clock(), hold=hold, release=release))
 
+    def lease_ahead(
+        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, after: Key
+    ) -> SlotLease | None:
+        """Leases slots for the session's next blocks, at once or not at all. See :meth:`WindowManager.lease_ahead`."""
+        cache = self._find(cache_id)
+        return self._applied(cache, cache.manager.lease_ahead(session, group, tier, count, after, self._clock()))
+
     def take_in(
         self,
         cache_id: CacheId,

@@ -29,6 +29,8 @@ def same_fields(kind: type[M], source: object, **others: Any) -> M:
 
 
 def granted_leases(reply: Message | None) -> list[LeaseId]:
+    if isinstance(reply, blocks_pb2.CommitResponse):
+        reply = reply.ahead if reply.HasField("ahead") else None
     if isinstance(reply, blocks_pb2.ReserveResponse | blocks_pb2.JoinResponse):
         return [LeaseId(reply.lease_id)]
     if isinstance(reply, blocks_pb2.AcquireResponse):

@@ -104,6 +104,11 @@ class Bench:
         """Reserves slots that must be granted without waiting."""
         return self.grants[self.reserve(tier, count, session)].only
 
+    def lease_ahead(self, tier: Tier, count: int, after: str, session: SessionId = ALICE) -> LeaseId | None:
+        lease, outcome = self.core.lease_ahead(session, GROUP, tier, count, key(after), self.now)
+        self.apply(outcome)
+        return None if lease is None else lease.id
+
     def commit(
         self,
         grant: GroupGrant,
@@ -193,6 +198,13 @@ class Bench:
 
     def orphan(self, session: SessionId = ALICE) -> None:
         self.apply(self.core.orphan_session(session, self.now))
+
+    def reset(self) -> None:
+        _, outcome = self.core.reset(self.now, force=False)
+        self.apply(outcome)
+
+    def go_on(self) -> None:
+        self.apply(self.core.go_on(self.now))
 
     def drop(self, names: str, session: SessionId = ALICE) -> tuple[list[BlockResult], int]:
         drop, outcome = self.core.drop(GROUP, keys(names), self.now)

@@ -1,6 +1,7 @@
 """Blank slots: all or nothing, in turn, and a refusal at once where waiting is of no use."""
 
 from kvtierd.core.outcome import RefusalReason, SlotHolder
+from kvtierd.core.policy import Policy
 from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import ALICE, BOB, DEVICE, HOST, Bench
 
@@ -22,6 +23,49 @@ def test_tiers_have_queues_of_their_own() -> None:
     waiting = bench.reserve(DEVICE, 1)
     assert bench.reserve(HOST, 1, BOB) in bench.grants
     assert not bench.answered(waiting)
+
+
+def test_slots_leased_ahead_are_few_and_make_room_without_the_chain_they_follow() -> None:
+    bench = Bench(device=4, policy=Policy(ahead_share=2))
+    bench.put("ab")
+    bench.put("cd")
+    assert bench.lease_ahead(DEVICE, 3, after="b") is None, "more than half of the slots"
+    assert bench.stored() == "abcd"
+    assert bench.lease_ahead(DEVICE, 1, after="b") is not None
+    assert bench.lease_ahead(DEVICE, 1, after="b", session=BOB) is not None
+    assert bench.lease_ahead(DEVICE, 1, after="b") is None
+    assert bench.stored() == "ab"
+
+
+def test_a_request_waits_for_slots_leased_ahead_and_a_reset_does_not() -> None:
+    bench = Bench(device=4, policy=Policy(ahead_share=2))
+    lease = bench.lease_ahead(DEVICE, 2, after="a")
+    assert lease is not None
+    waiting = bench.reserve(DEVICE, 4, BOB)
+    assert not bench.answered(waiting)
+    assert bench.lease_ahead(DEVICE, 1, after="a") is None, "a request waits"
+    bench.reset()
+    bench.release(lease)
+    assert waiting in bench.grants
+
+
+def test_a_request_waits_for_no_slots_of_a_client_that_is_gone() -> None:
+    bench = Bench(device=4, policy=Policy(ahead_share=2))
+    bench.lease_ahead(DEVICE, 1, after="a")
+    bench.orphan(ALICE)
+    assert bench.reserve(DEVICE, 4, BOB) in bench.refusals
+
+
+def test_after_a_lease_ahead_slots_are_freed_for_the_next() -> None:
+    """Between the calls, so that no call waits for it."""
+    bench = Bench(device=16, policy=Policy(ahead_share=4))
+    bench.put("abcdefghijklmnop")
+    lease = bench.lease_ahead(DEVICE, 2, after="b")
+    assert (lease is not None, bench.states(DEVICE).get(SlotState.FREE, 0)) == (True, 0)
+    assert bench.core.behind
+    bench.go_on()
+    assert (bench.states(DEVICE)[SlotState.FREE], bench.core.behind) == (2, False)
+    assert bench.stored() == "abcdefghijkl"
 
 
 def test_what_leases_make_impossible_is_refused_at_once_and_says_who_holds_what() -> None:

@@ -213,8 +213,16 @@ class BlocksService:
         items = validation.commit_items(cache, request, request.slots)
         lease = validation.lease("lease_id", request.lease_id)
         hold, release = not request.let_go, request.release
+        owned = cache.runtime.manager.leases.get(lease) if items and release and request.ahead else None
         results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release)
-        return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
+        response = blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
+        if owned is not None:
+            place = owned.group, owned.tier
+            with suppress(CallRefused), self._caps.reserving(session, cache, *place, request.ahead):
+                ahead = self._engine.lease_ahead(cache.id, session.id, *place, request.ahead, items[-1].key)
+                if ahead is not None:
+                    response.ahead.lease_id, response.ahead.slots[:] = ahead.id, ahead.blank
+        return response
 
     async def acquire(
         self, session: ClientSession, request: blocks_pb2.AcquireRequest, *, bring: bool = True
