@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.words import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.cli.common import DaemonAt, address_option, cache_argument, confirmed
 from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, output_option, yes_option

@@ -1,9 +1,8 @@
-"""``kvtier status``, ``ping``, ``leases`` and ``kick``: show the daemon's state and its leases, and end a session."""
+"""``kvtier status``, ``leases`` and ``kick``: show the daemon's state and its leases, and end a session."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Final
@@ -55,21 +54,6 @@ def status(daemon: DaemonAt, form: str) -> None:
 
     stats, own = daemon.ask(asked)
     show(form, plain(stats), report(stats, daemon.address, own))
-
-
-@command()
-@address_option
-@output_option()
-def ping(daemon: DaemonAt, form: str) -> None:
-    """Ask the daemon for an answer, and say how long it took. Needs no right. Exit status 1 if no daemon answers."""
-
-    async def asked(client: AsyncClient) -> int:
-        start = time.perf_counter_ns()
-        await client.caches()
-        return time.perf_counter_ns() - start
-
-    took_ns = daemon.ask(asked)
-    show(form, {"address": daemon.address, "took_ns": took_ns}, f"{daemon.address} answers in {duration(took_ns)}")
 
 
 @command()
