@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, address_option, cache_option, confirmed
-from kvtier.cli.locate import peer_line
 from kvtier.cli.options import command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import nonzero, plain, share, show, table
 from kvtier.client import AsyncClient
@@ -27,6 +26,7 @@ from kvtier.types import (
     GroupStats,
     KickReport,
     LeaseInfo,
+    PeerStats,
     RemoteStats,
     SessionStats,
     TierBytes,
@@ -115,6 +115,13 @@ def report(stats: DaemonStats, address: str, own_session: int = 0) -> Renderable
         _sessions(sessions),
     )
     return Group(*lines, *spaced(parts))
+
+
+def peer_line(peer: PeerStats) -> Text:
+    """Returns a line with a peer, its state and its problem."""
+    why = f": {clean(peer.problem)}" if peer.problem else ""
+    style = "green" if peer.state == "exact" and not why else "yellow"
+    return Text(f"peer {peer.address}: {peer.state}, {peer.blocks} blocks of caches here{why}", style=style)
 
 
 def spaced(parts: Collection[RenderableType]) -> Iterator[RenderableType]:
