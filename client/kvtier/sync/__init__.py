@@ -38,4 +38,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("kvtier.sync.client"), name, None) or getattr(import_module("kvtier.sync.cache"), name)
+    modules = [vars(import_module(f"kvtier.sync.{part}")) for part in ("client", "cache")]
+    globals()[name] = value = next(module[name] for module in modules if name in module)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
