@@ -8,7 +8,7 @@ from kvtier.abi.spec import CacheSpec as CacheSpec, PoolSpec as PoolSpec, Window
 from kvtier.bridge.trtllm import TrtllmEvents as TrtllmEvents
 from kvtier.cache import Cache as Cache
 from kvtier.chains import Prompt as Prompt
-from kvtier.client import AsyncClient as AsyncClient, connect as connect
+from kvtier.client import AsyncClient as AsyncClient, Explanation as Explanation, connect as connect
 from kvtier.errors import (
     CallerError as CallerError,
     ClientClosed as ClientClosed,
@@ -36,7 +36,6 @@ from kvtier.errors import (
 from kvtier.events import (
     Disconnected as Disconnected,
     Event as Event,
-    Explanation as Explanation,
     Gap as Gap,
     Heartbeat as Heartbeat,
     Reconnected as Reconnected,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 
 MOST_CHAINS: Final = 256
 """Number of last looked-up, not yet read chains that are remembered."""

@@ -19,9 +19,8 @@ from kvtier import buffers
 from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.key_index import IndexEntries, IndexReader
-from kvtier.abi.keys import PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.words import KEY_BYTES
 from kvtier.buffers import Rows
 from kvtier.errors import InvalidArgument, require_kind
 from kvtier.retention import BlockRetention

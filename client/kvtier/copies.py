@@ -13,8 +13,8 @@ import numpy as np
 from grpc.aio import InternalError, StreamUnaryCall
 
 from kvtier import buffers
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
-from kvtier.abi.words import KEY_BYTES
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart

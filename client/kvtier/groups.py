@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvtier import buffers, copies
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.words import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Reach, Rows
 from kvtier.chains import ChainPart, Prompt

@@ -16,8 +16,8 @@ import numpy as np
 from kvtier import buffers, errors
 from kvtier.abi.attach import lease_secret
 from kvtier.abi.attention import Needed
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.words import KEY_BYTES
 from kvtier.arena import UNHEARD, Binder, Binding, MappedArena
 from kvtier.chains import ChainPart
 from kvtier.deadline import PASSED, Deadline, Fence, Stream

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi.attention import Needed
 from kvtier.abi.key_index import IndexEntries
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
-from kvtier.abi.words import KEY_BYTES
 from kvtier.arena import Binder, MappedArena
 from kvtier.buffers import GroupRows, PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading

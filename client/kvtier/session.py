@@ -32,8 +32,6 @@ from kvtier.transport import Link, TlsFiles, transport_to
 from kvtier.v1 import session_pb2
 
 DEFAULT_PATIENCE_S: Final = 5.0
-DEFAULT_HEARTBEAT_S: Final = 5.0
-"""Seconds between the signs of life of a watch's stream."""
 _FAIR_S: Final = 0.1
 """A daemon that leaves a call unanswered for this many seconds counts as away. A shorter wait proves nothing."""
 _DOUBT_SHARE: Final = 0.2

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, Self
 
 from kvtier import wire
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.chains import Prompt
 from kvtier.deadline import Deadline, in_turn

@@ -32,12 +32,13 @@ from kvtier.events import (
     event_from_wire,
     slice_from_wire,
 )
-from kvtier.session import DEFAULT_HEARTBEAT_S, Session
+from kvtier.session import Session
 from kvtier.transport import Link
 from kvtier.types import AnyTier, Cause, Cursor, EventType
 from kvtier.v1 import common_pb2, events_pb2
 from kvtier.wire import key_prefix, tier_to_wire
 
+DEFAULT_HEARTBEAT_S: Final = 5.0
 MAX_KEY_PREFIXES: Final = 64
 _MISSED_HEARTBEATS: Final = 4
 """Heartbeats missed before the watch takes the daemon, or the way to it, for hanging."""

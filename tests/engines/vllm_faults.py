@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.connectors.vllm import KvtierConnector, Step
 from kvtier.connectors.vllm_layout import pages_of
 from kvtier.engine import Load

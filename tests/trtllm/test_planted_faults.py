@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.abi.keys import Scope
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES, Scope
 from kvtier.connectors import trtllm
 from kvtier.connectors.trtllm import _Scheduler, _Worker
 from kvtier.engine import Load, Mover, Work

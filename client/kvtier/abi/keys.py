@@ -37,7 +37,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.spec import InvalidArgument, require_all, require_int
-from kvtier.abi.words import DIGEST_BYTES, KEY_BYTES
+from kvtier.abi.words import DIGEST_BYTES as DIGEST_BYTES  # noqa: PLC0414  re-exported
+from kvtier.abi.words import KEY_BYTES as KEY_BYTES  # noqa: PLC0414
+from kvtier.abi.words import ROOT_PARENT as ROOT_PARENT  # noqa: PLC0414
 
 KEY_DTYPE: Final = np.dtype(f"V{KEY_BYTES}")
 MAX_TOKEN_ID: Final = 2**32 - 1

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, Final
 import click
 import numpy as np
 
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_BLOCK_BYTES
-from kvtier.abi.words import KEY_BYTES
 from kvtier.cli.blocks import GROUP_OPTION, KeyType, whole_key
 from kvtier.cli.common import DaemonAt, address_option, cache_argument
 from kvtier.cli.options import command, output_option

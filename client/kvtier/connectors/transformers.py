@@ -28,8 +28,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import cache_utils
 
-from kvtier.abi.keys import PLAIN, Scope
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
 from kvtier.chains import Prompt
 from kvtier.engine import Layout, PageGroup, PlaneLayout
 from kvtier.engine.outage import Outage

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.abi.keys import KEY_DTYPE, PLAIN, Scope, root, token_array
+from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE, PLAIN, ROOT_PARENT, Scope, root, token_array
 from kvtier.abi.spec import InvalidArgument
-from kvtier.abi.words import KEY_BYTES, ROOT_PARENT
 
 
 class KeyChain:

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.client import AsyncClient, connect
 from kvtier.deadline import Backoff

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.deadline import Backoff, Stream
 from kvtier.engine.layout import GroupPages, Layout
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions

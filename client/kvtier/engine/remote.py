@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.engine.leader import Leader
 from kvtier.errors import KvtierError
 from kvtier.groups import AcrossLease

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Self
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
 from kvtier.errors import CallerError, ClientClosed, DaemonError, DeadlineExceeded, InvalidArgument, KvtierError

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvtier.abi.attention import Attention
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
-from kvtier.abi.words import KEY_BYTES
 from kvtier.chains import longest
 from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice

@@ -38,10 +38,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = [vars(import_module(f"kvtier.sync.{part}")) for part in ("client", "cache")]
-    globals()[name] = value = next(module[name] for module in modules if name in module)
-    return value
+    found = vars(import_module("kvtier.sync.cache")) | vars(import_module("kvtier.sync.client"))
+    globals().update({each: found[each] for each in __all__})
+    return found[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *globals()})

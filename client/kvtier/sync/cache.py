@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvtier import buffers, cache, lease
 from kvtier.abi.attention import Needed
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.words import KEY_BYTES
 from kvtier.arena import MappedArena
 from kvtier.buffers import Blocks
 from kvtier.deadline import Fence, Stream, require_timeout

@@ -10,8 +10,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from kvtier.abi.event_hashes import HASH_BYTES
-from kvtier.abi.keys import KEY_DTYPE
-from kvtier.abi.words import DIGEST_BYTES, ROOT_PARENT
+from kvtier.abi.keys import DIGEST_BYTES, KEY_DTYPE, ROOT_PARENT
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, LeaseId, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
-from kvtier.abi.words import ROOT_PARENT
+from kvtier.abi.keys import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.ids import Key, LeaseId, Tier
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.deadline import Deadline
 from kvtier.errors import DamagedTransfer
 from kvtier.reading import verified

@@ -14,8 +14,8 @@ from google.rpc import status_pb2
 from pydantic import ByteSize
 
 from kvtier.abi import attach
+from kvtier.abi.keys import ROOT_PARENT
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.words import ROOT_PARENT
 from kvtier.v1 import (
     admin_pb2_grpc,
     blocks_pb2,
