@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 from weakref import ref
 
+import grpc
 import numpy as np
-from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
 from kvtier import errors
@@ -26,12 +26,12 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
 from kvtier.asked import Asked
 from kvtier.buffers import Reach, Rows
-from kvtier.deadline import Deadline
+from kvtier.deadline import PASSED, Deadline, Fence, Stream
 from kvtier.memory.arrays import Bytes, OnGpu
-from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
+from kvtier.memory.gpu import Gpu
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import Session
-from kvtier.transport import Link, Stubs
+from kvtier.transport import Link, Response, Stubs, send
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, message, options_to_wire, spec_to_wire
@@ -176,10 +176,8 @@ class OfCache(Protocol):
     cache_id: int
 
 
-Request = TypeVar("Request")
 Asking = TypeVar("Asking", bound=OfCache)
 Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest, blocks_pb2.JoinRequest)
-Response = TypeVar("Response")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -349,7 +347,10 @@ class Binder:
         return arena
 
     async def call(
-        self, method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]], request: Asking, deadline: Deadline
+        self,
+        method: Callable[[Stubs], grpc.aio.UnaryUnaryMultiCallable[Asking, Response]],
+        request: Asking,
+        deadline: Deadline,
     ) -> Response:
         """Makes a call that may run again in another session: a lookup, or a call that leaves the same state when
         repeated. Sets ``cache_id`` of ``request``, which differs between sessions."""
@@ -363,7 +364,7 @@ class Binder:
 
     async def take(
         self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Granting, Response]],
+        method: Callable[[Stubs], grpc.aio.UnaryUnaryMultiCallable[Granting, Response]],
         request: Granting,
         deadline: Deadline,
     ) -> tuple[Binding, Response]:
@@ -516,13 +517,6 @@ async def _logged(work: asyncio.Future[None], what: str) -> None:
         await work
     except errors.KvtierError as error:
         _log.warning("%s: %s", what, error)
-
-
-async def send(
-    link: Link, method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]], request: Request
-) -> Response:
-    """Makes one RPC with the session's token."""
-    return await method(link.stubs)(request, metadata=link.metadata)
 
 
 async def _nothing() -> None:

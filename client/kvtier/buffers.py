@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.abi.cuda.views import DeviceView
-    from kvtier.memory.gpu import Fence, Gpu
+    from kvtier.deadline import Fence
+    from kvtier.memory.gpu import Gpu
 
 T = TypeVar("T")
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, overload
 
 from kvtier.abi.keys import PLAIN, Scope, TokenIds
-from kvtier.arena import UNHEARD, Binder, MappedArena, send
+from kvtier.arena import UNHEARD, Binder, MappedArena
 from kvtier.buffers import Blocks
 from kvtier.chains import Prompt
+from kvtier.deadline import Fence, Stream
 from kvtier.errors import CallerError, InvalidArgument, require_kind, require_within
 from kvtier.groups import AcrossGroups, ChainVerbs
 from kvtier.lease import Lease, LeaseBook, ReadLease, WriteLease
-from kvtier.memory.gpu import Fence, Stream, fence_over
+from kvtier.memory.gpu import fence_over
 from kvtier.reading import Reader
-from kvtier.transport import Link
+from kvtier.transport import Link, send
 from kvtier.types import AnyTier, BlockResult, CacheInfo, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs

@@ -9,22 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from grpc.aio import UnaryUnaryMultiCallable
+import grpc
 
 from kvtier import wire
 from kvtier.abi import attach as protocol
-from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Binder, Request, Response, send
-from kvtier.cache import Cache
-from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
+from kvtier.abi.words import KEY_BYTES
+from kvtier.deadline import MAX_TIMEOUT_S, Deadline, Fence, Stream, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
 from kvtier.events import Event, Gap
-from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import DEFAULT_PATIENCE_S, Session
-from kvtier.transport import Link, Stubs, TlsFiles
+from kvtier.transport import Link, Request, Response, Stubs, TlsFiles, send
 from kvtier.types import (
     AnyTier,
     CacheInfo,
@@ -43,6 +40,9 @@ from kvtier.types import (
 )
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 LONG_TIMEOUT_S: Final = 3600.0
@@ -152,6 +152,9 @@ class AsyncClient:
         Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
         :class:`PermissionDenied`, :class:`TierFull`.
         """
+        from kvtier.arena import Binder  # numpy, for clients that read or write blocks
+        from kvtier.cache import Cache
+
         require_kind("spec", spec, CacheSpec, type(None))
         try:
             if spec is not None:
@@ -266,7 +269,7 @@ class AsyncClient:
 
     async def _ask(
         self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        method: Callable[[Stubs], grpc.aio.UnaryUnaryMultiCallable[Request, Response]],
         request: Request,
         timeout: float | None,
     ) -> Response:

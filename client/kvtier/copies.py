@@ -18,7 +18,7 @@ from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, Stre
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
-from kvtier.deadline import Backoff, Deadline
+from kvtier.deadline import PASSED, Backoff, Deadline
 from kvtier.errors import (
     DaemonError,
     DamagedTransfer,
@@ -31,7 +31,6 @@ from kvtier.errors import (
 )
 from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
-from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
 from kvtier.reading import Reader, digests_of
 from kvtier.transport import Link

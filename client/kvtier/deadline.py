@@ -1,12 +1,15 @@
-"""Waiting times of calls: until their deadline, and between attempts."""
+"""The waits of calls: until their deadline, between attempts, and for fences, of :mod:`kvtier.memory.gpu`."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import Final
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-from kvtier.errors import require_within
+from kvtier.errors import DeviceError, require_within
 
 MAX_TIMEOUT_S: Final = 3600.0
 
@@ -60,3 +63,53 @@ class Deadline:
         the daemon's default."""
         left = self.left()
         return max(1, int((left - min(left * _ANSWER_SHARE, _MOST_ANSWER_S)) * 1e9))
+
+
+class Fence(ABC):
+    """A point in the work of one or several streams."""
+
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether all earlier work of the stream has completed. Does not wait. Raises
+        :class:`kvtier.errors.DeviceError` if the device cannot tell; it never will then."""
+
+
+@runtime_checkable
+class StreamObject(Protocol):
+    """A stream of torch, or any object with its handle in ``cuda_stream``."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+Stream: TypeAlias = int | StreamObject | Fence
+"""A ``CUstream``, an object with one, or a fence from :meth:`kvtier.Cache.fence`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Unknown(Fence):
+    """A fence that could not be marked. Asking it raises the error."""
+
+    error: DeviceError
+
+    def passed(self) -> bool:
+        raise self.error
+
+
+@dataclass(slots=True, frozen=True)
+class _All(Fence):
+    fences: tuple[Fence, ...]
+
+    def passed(self) -> bool:
+        return all(fence.passed() for fence in self.fences)
+
+
+PASSED: Final[Fence] = _All(())
+
+
+def all_of(fences: Iterable[Fence]) -> Fence:
+    """A fence that has passed when all have."""
+    waiting = tuple(fence for fence in fences if fence is not PASSED)
+    if len(waiting) > 1:
+        return _All(waiting)
+    return waiting[0] if waiting else PASSED

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-
-from kvtier.abi.keys import DIGEST_BYTES, KEY_BYTES
+from kvtier.abi.words import DIGEST_BYTES, KEY_BYTES
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
 from kvtier.wire import same_fields, split_keys, tier_from_wire, tier_to_wire
@@ -242,6 +240,8 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
 
 
 def _tokens(messages: Iterable[events_pb2.BlockTokens]) -> tuple[BlockTokens, ...]:
+    import numpy as np  # for watchers of tokens
+
     return tuple(
         BlockTokens(
             token_ids=tuple(np.frombuffer(message.token_ids, "<u4").tolist()),

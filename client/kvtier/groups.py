@@ -15,10 +15,9 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Binder
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Reach, Rows
 from kvtier.chains import ChainPart, Prompt
-from kvtier.deadline import in_turn
+from kvtier.deadline import Stream, in_turn
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_kind
 from kvtier.lease import Hold, LeaseBook, Owner, ReadLease
-from kvtier.memory.gpu import Stream
 from kvtier.reading import ChainRead, Reader, verified
 from kvtier.retention import Retention, block_retention
 from kvtier.types import MAPPED_TIERS, AnyTier, BlockResult, Tier

@@ -18,13 +18,13 @@ from kvtier.abi.attach import lease_secret
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import UNHEARD, Binder, Binding, MappedArena, send
+from kvtier.arena import UNHEARD, Binder, Binding, MappedArena
 from kvtier.chains import ChainPart
-from kvtier.deadline import Deadline
-from kvtier.memory.gpu import PASSED, Fence, Stream, fence_over, passing
+from kvtier.deadline import PASSED, Deadline, Fence, Stream
+from kvtier.memory.gpu import fence_over, passing
 from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, chain_message
-from kvtier.transport import Link
+from kvtier.transport import Link, send
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier_to_wire

@@ -27,13 +27,13 @@ from kvtier.abi.key_index import IndexEntries
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
-from kvtier.arena import Binder, MappedArena, send
+from kvtier.arena import Binder, MappedArena
 from kvtier.buffers import GroupRows, PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.deadline import Deadline
 from kvtier.errors import ClientClosed, DaemonUnavailable, DamagedTransfer
 from kvtier.memory.arrays import Bytes
-from kvtier.transport import Link
+from kvtier.transport import Link, send
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Location, Match, ReadCounts

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.words import KEY_BYTES
 from kvtier.errors import InvalidArgument, require_kind, require_within
 from kvtier.types import DEFAULT_PRIORITY
 from kvtier.v1 import blocks_pb2

@@ -9,8 +9,8 @@ from enum import IntEnum
 from typing import Final, TypeAlias
 
 from kvtier.abi.attention import Needed
-from kvtier.abi.keys import ROOT_PARENT as ROOT_PARENT  # noqa: PLC0414  re-exported
 from kvtier.abi.spec import CacheSpec
+from kvtier.abi.words import ROOT_PARENT as ROOT_PARENT  # noqa: PLC0414  re-exported
 from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  re-exported
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported

@@ -7,16 +7,16 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumType
 from functools import cache, partial
+from struct import Struct
 from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from kvtier import types
 from kvtier.abi.attention import Needed
-from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE
 from kvtier.abi.spec import CacheSpec
+from kvtier.abi.words import KEY_BYTES
 from kvtier.errors import CallerError, DaemonError, InvalidArgument, require_kind, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
@@ -291,8 +291,7 @@ def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> 
 def split_keys(packed: bytes) -> list[bytes]:
     if len(packed) % KEY_BYTES:
         raise DaemonError(f"{len(packed)} bytes of keys: not a multiple of {KEY_BYTES}", reason="BAD_ANSWER")
-    keys: list[bytes] = np.frombuffer(packed, KEY_DTYPE).tolist() if packed else []
-    return keys
+    return list(Struct(f"{KEY_BYTES}s" * (len(packed) // KEY_BYTES)).unpack(packed))
 
 
 _TIERS: Final = {str(tier): tier for tier in types.TIERS}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.cuda.driver import Driver
-from kvtier.memory.gpu import Stream
+from kvtier.deadline import Stream
 from tests import devices
 from tests.integration.touching import in_place
 from tests.integration.waiting import PATIENCE_S

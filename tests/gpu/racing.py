@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier import BlockResult, Cache, CacheSpec, DeadlineExceeded, PoolSpec, Tier, TierFull, WindowGroupSpec, connect
 from kvtier.abi.words import TIERS
-from kvtier.memory.gpu import Stream
+from kvtier.deadline import Stream
 from tests import devices
 from tests.gpu.kernels import WORD, Kernels, pattern
 from tests.integration.torture_blocks import CHAIN_BLOCKS, chain

@@ -2,7 +2,7 @@
 
 import threading
 
-from kvtier.memory.gpu import Fence
+from kvtier.deadline import Fence
 
 
 class Gate(Fence):

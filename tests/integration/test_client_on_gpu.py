@@ -32,7 +32,8 @@ from kvtier import (
 )
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.memory import DeviceMemory
-from kvtier.memory.gpu import PASSED, Gpu
+from kvtier.deadline import PASSED
+from kvtier.memory.gpu import Gpu
 from tests.fake_cuda import load_fake
 from tests.forking import in_child
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, opened_cache, sizes

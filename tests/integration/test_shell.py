@@ -47,6 +47,8 @@ def test_ping(daemon, at, short_dir):
     assert kvtier("ping", *at).stdout.startswith(f"{daemon.address} answers in ")
     assert json.loads(kvtier("ping", *at, "-o", "json").stdout)["took_ns"] > 0
     assert "no daemon answers" in kvtier("ping", "--address", str(short_dir), status=1).stderr
+    imported = kvtier("ping", *at, env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}).stderr
+    assert re.findall(r"\| +(click|numpy|rich|kvtier\.(?:arena|cache))$", imported, re.MULTILINE) == ["click"]
 
 
 def test_a_block_goes_in_and_comes_out(at, plain, tmp_path):

@@ -37,12 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.spec import InvalidArgument, require_all, require_int
+from kvtier.abi.words import DIGEST_BYTES as DIGEST_BYTES  # noqa: PLC0414  re-exported
+from kvtier.abi.words import KEY_BYTES as KEY_BYTES  # noqa: PLC0414
+from kvtier.abi.words import ROOT_PARENT as ROOT_PARENT  # noqa: PLC0414
 
-KEY_BYTES: Final = 32
 KEY_DTYPE: Final = np.dtype(f"V{KEY_BYTES}")
-ROOT_PARENT: Final = bytes(KEY_BYTES)
-"""The parent of a chain's first block on the wire."""
-DIGEST_BYTES: Final = 32
 MAX_TOKEN_ID: Final = 2**32 - 1
 MAX_EXTRA_ID: Final = 2**64 - 1
 

@@ -1,9 +1,16 @@
-"""The enumerations of the wire: tiers, causes, event types, results. Values are the wire's unless noted."""
+"""The enumerations and lengths of the wire: tiers, causes, event types, results. Values are the wire's unless noted.
+
+Imports no numpy, unlike the modules that compute with keys."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import Final
+
+KEY_BYTES: Final = 32
+ROOT_PARENT: Final = bytes(KEY_BYTES)
+"""The parent of a chain's first block on the wire."""
+DIGEST_BYTES: Final = 32
 
 BITS: Final[tuple[int, ...]] = (1, 2, 4, 8)
 _NAMES: Final[tuple[str, ...]] = ("device", "host", "disk", "remote")

@@ -32,7 +32,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "locate": "locate",
     "move": "blocks",
     "pin": "blocks",
-    "ping": "status",
+    "ping": "service",
     "put": "payload",
     "remote": "remote",
     "replay": "replay",

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvtier.abi.keys import KEY_BYTES
-from kvtier.cache import Cache
+from kvtier.abi.words import KEY_BYTES
 from kvtier.cli.common import DaemonAt, address_option, cache_argument, confirmed
 from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, show
@@ -20,6 +19,9 @@ from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import InvalidArgument, NotFound
 from kvtier.types import TIERS, BlockResult, Tier, tiers_of
 from kvtier.wire import ListedBlock, key_prefix
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
 
 PIECE: Final = 256
 """Keys per call. A call takes all its slots in one step, so a piece must be much smaller than any realistic tier."""

@@ -16,9 +16,10 @@ from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, address_option, cache_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import nonzero, plain, show, table
+from kvtier.cli.status import peer_line
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import NotFound
-from kvtier.types import TIERS, Holdings, PeerStats, clean
+from kvtier.types import TIERS, Holdings
 
 
 def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | list[int]:
@@ -78,13 +79,6 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, salt:
     show(form, _json(told), Group(*([Text(keys)] if ambiguous else _page(told))))
     if ambiguous or not told.found:
         raise SystemExit(1)
-
-
-def peer_line(peer: PeerStats) -> Text:
-    """Returns a line with a peer, its state and its problem."""
-    why = f": {clean(peer.problem)}" if peer.problem else ""
-    style = "green" if peer.state == "exact" and not why else "yellow"
-    return Text(f"peer {peer.address}: {peer.state}, {peer.blocks} blocks of caches here{why}", style=style)
 
 
 def _json(told: Holdings) -> dict[str, Any]:

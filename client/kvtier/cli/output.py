@@ -1,4 +1,4 @@
-"""Prints answers: tables for people, JSON or YAML for programs."""
+"""Prints answers: tables for people, JSON or YAML for programs. Imports rich only for tables and bars."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
-from rich.console import Console, RenderableType
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
 from kvtier.types import Tier, clean, size
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
+    from rich.table import Table
 
 UNKNOWN: Final = "–"
 KEPT: Final = "; kept in the store, which does not answer: the daemon tells the store later"
@@ -26,10 +27,14 @@ _UNCUT: Final = 1 << 16
 
 def show(form: str, value: Any, text: RenderableType) -> None:
     """Prints an answer: ``value`` as JSON or YAML, or ``text``."""
-    if form == "table":
+    if form == "table" and isinstance(text, str):
+        click.echo("\n".join(map(clean, text.split("\n"))))
+    elif form == "table":
+        from rich.text import Text
+
         screen = console()
         with screen.capture() as lines:
-            screen.print(text, soft_wrap=isinstance(text, str | Text), markup=False)
+            screen.print(text, soft_wrap=isinstance(text, Text), markup=False)
         click.echo(re.sub(" +\n", "\n", lines.get()), nl=False)  # cells are padded to the end of the line
     else:
         click.echo(json.dumps(value, indent=2) if form == "json" else "\n".join(yaml_lines(value)))
@@ -64,11 +69,16 @@ def plain(value: Any) -> dict[str, Any]:
 
 def console() -> Console:
     """Returns a console on standard output. Lines are cut on a terminal only."""
+    from rich.console import Console
+
     return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
 
 
 def progress_bar() -> Progress:
     """Returns a bar on standard error, to be used in a ``with`` block. Nothing is shown where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     errors = Console(stderr=True)
     return Progress(console=errors, transient=True, disable=not errors.is_terminal)
 
@@ -78,6 +88,9 @@ def table(
 ) -> Table:
     """Builds a table. Columns in ``left`` are aligned left, others right; a column without any text is left out. On a
     terminal that is too narrow the column ``clip`` is cut first; then the columns of ``left`` fold."""
+    from rich.table import Table
+    from rich.text import Text
+
     cells = list(rows)
     shown = [at for at in range(len(columns)) if any(row[at] != "" for row in cells)]
     clips = sys.stdout.isatty() and clip in (columns[at] for at in shown)

@@ -1,4 +1,7 @@
-"""``kvtier install-service``: installs this environment's kvtierd as a systemd service."""
+"""``kvtier ping``, and ``install-service``, which installs this environment's kvtierd as a systemd service.
+
+``ping`` is apart from ``status``, which imports rich: a probe must start fast.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Final
 
 import click
+
+from kvtier.cli.common import DaemonAt, address_option
+from kvtier.cli.options import command, output_option
+from kvtier.cli.output import show
+from kvtier.client import AsyncClient
+from kvtier.types import duration
 
 _CLONE: Final = Path(__file__).parents[3]
 _HIDDEN: Final = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("/var/tmp"))
@@ -23,6 +33,21 @@ _FILES: Final = {
     "tmpfiles.d/kvtier.conf": Path("etc/tmpfiles.d/kvtier.conf"),
 }
 """Maps each file of systemd/ to its target below the root."""
+
+
+@command()
+@address_option
+@output_option()
+def ping(daemon: DaemonAt, form: str) -> None:
+    """Ask the daemon for an answer, and say how long it took. Needs no right. Exit status 1 if no daemon answers."""
+
+    async def asked(client: AsyncClient) -> int:
+        start = time.perf_counter_ns()
+        await client.caches()
+        return time.perf_counter_ns() - start
+
+    took_ns = daemon.ask(asked)
+    show(form, {"address": daemon.address, "took_ns": took_ns}, f"{daemon.address} answers in {duration(took_ns)}")
 
 
 def _state(target: Path, text: str) -> str:
@@ -88,7 +113,7 @@ def install_service(root: Path, gpu: bool, yes: bool) -> None:
     names = [name for name in _FILES if gpu or "gpu" not in name]
     texts = {root / _FILES[name]: _adapted((shared / name).read_text(), program) for name in names}
     commands = _commands(root)
-    if missing := [command[0] for command in commands if shutil.which(command[0]) is None]:
+    if missing := [step[0] for step in commands if shutil.which(step[0]) is None]:
         raise click.ClickException(f"{', '.join(missing)}: no such command; install systemd")
     for target, text in texts.items():
         state = _state(target, text)
@@ -96,9 +121,9 @@ def install_service(root: Path, gpu: bool, yes: bool) -> None:
         if yes and state in ("install", "replace"):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
-    for command in commands:
-        click.echo(f"{'run':<10}{' '.join(command)}")
-        if yes and subprocess.run(command, check=False).returncode:
-            raise click.ClickException(f"{command[0]} failed; what was written stays")
+    for step in commands:
+        click.echo(f"{'run':<10}{' '.join(step)}")
+        if yes and subprocess.run(step, check=False).returncode:
+            raise click.ClickException(f"{step[0]} failed; what was written stays")
     edit = f"set the tier sizes in {root / _CONFIGURATION}, then: systemctl enable --now kvtierd"
     click.echo(edit if yes else "This was a dry run: nothing has changed. Do it with --yes.")

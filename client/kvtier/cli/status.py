@@ -1,9 +1,8 @@
-"""``kvtier status``, ``ping``, ``leases`` and ``kick``: show the daemon's state and its leases, and end a session."""
+"""``kvtier status``, ``leases`` and ``kick``: show the daemon's state and its leases, and end a session."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Final
@@ -15,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, address_option, cache_option, confirmed
-from kvtier.cli.locate import peer_line
 from kvtier.cli.options import command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import nonzero, plain, share, show, table
 from kvtier.client import AsyncClient
@@ -28,6 +26,7 @@ from kvtier.types import (
     GroupStats,
     KickReport,
     LeaseInfo,
+    PeerStats,
     RemoteStats,
     SessionStats,
     TierBytes,
@@ -55,21 +54,6 @@ def status(daemon: DaemonAt, form: str) -> None:
 
     stats, own = daemon.ask(asked)
     show(form, plain(stats), report(stats, daemon.address, own))
-
-
-@command()
-@address_option
-@output_option()
-def ping(daemon: DaemonAt, form: str) -> None:
-    """Ask the daemon for an answer, and say how long it took. Needs no right. Exit status 1 if no daemon answers."""
-
-    async def asked(client: AsyncClient) -> int:
-        start = time.perf_counter_ns()
-        await client.caches()
-        return time.perf_counter_ns() - start
-
-    took_ns = daemon.ask(asked)
-    show(form, {"address": daemon.address, "took_ns": took_ns}, f"{daemon.address} answers in {duration(took_ns)}")
 
 
 @command()
@@ -131,6 +115,13 @@ def report(stats: DaemonStats, address: str, own_session: int = 0) -> Renderable
         _sessions(sessions),
     )
     return Group(*lines, *spaced(parts))
+
+
+def peer_line(peer: PeerStats) -> Text:
+    """Returns a line with a peer, its state and its problem."""
+    why = f": {clean(peer.problem)}" if peer.problem else ""
+    style = "green" if peer.state == "exact" and not why else "yellow"
+    return Text(f"peer {peer.address}: {peer.state}, {peer.blocks} blocks of caches here{why}", style=style)
 
 
 def spaced(parts: Collection[RenderableType]) -> Iterator[RenderableType]:

@@ -44,11 +44,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtier.connectors.vllm_events import KvEvents
 from kvtier.connectors.vllm_layout import layout_of, require_supported, states_of, tokens_per_block
 from kvtier.connectors.vllm_stats import KvtierMetrics, KvtierStats, NewCounts
+from kvtier.deadline import StreamObject
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
 from kvtier.engine.log import below
 from kvtier.engine.work import NO_PAGE, Save
 from kvtier.errors import CallerError
-from kvtier.memory.gpu import StreamObject
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

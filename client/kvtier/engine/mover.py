@@ -17,12 +17,12 @@ from typing import Final, Literal
 import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.deadline import Backoff
+from kvtier.deadline import Backoff, Stream
 from kvtier.engine.layout import GroupPages, Layout
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, CopyResult, FailedPages, Load, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError, RetryableError, SpecMismatch
-from kvtier.memory.gpu import Stream, fence_over
+from kvtier.memory.gpu import fence_over
 from kvtier.memory.planes import Pages as Rows
 from kvtier.memory.planes import Planes
 from kvtier.sync import Client

@@ -14,69 +14,25 @@ import os
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from queue import SimpleQueue
-from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from kvtier.abi.cuda.driver import Copy, Driver, Event
 from kvtier.abi.cuda.driver import Stream as DriverStream
 from kvtier.abi.cuda.errors import CAPTURE_IMPLICIT, CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
 from kvtier.abi.cuda.memory import end
 from kvtier.abi.cuda.opening import uuid_name
-from kvtier.deadline import Deadline
+from kvtier.deadline import Deadline, Fence, Stream, StreamObject, all_of
 from kvtier.errors import DeadlineExceeded, DeviceError, InvalidArgument
 from kvtier.memory.arrays import OnGpu, address_of, is_tensor
 
 _log = logging.getLogger(__name__)
-
-
-class Fence(ABC):
-    """A point in the work of one or several streams."""
-
-    @abstractmethod
-    def passed(self) -> bool:
-        """Whether all earlier work of the stream has completed. Does not wait. Raises
-        :class:`kvtier.errors.DeviceError` if the device cannot tell; it never will then."""
-
-
-@runtime_checkable
-class StreamObject(Protocol):
-    """A stream of torch, or any object with its handle in ``cuda_stream``."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-
-Stream: TypeAlias = int | StreamObject | Fence
-"""A ``CUstream``, an object with one, or a fence from :meth:`kvtier.Cache.fence`."""
-
-
-@dataclass(slots=True, frozen=True)
-class Unknown(Fence):
-    """A fence that could not be marked. Asking it raises the error."""
-
-    error: DeviceError
-
-    def passed(self) -> bool:
-        raise self.error
-
-
-@dataclass(slots=True, frozen=True)
-class _All(Fence):
-    fences: tuple[Fence, ...]
-
-    def passed(self) -> bool:
-        return all(fence.passed() for fence in self.fences)
-
-
-PASSED: Final[Fence] = _All(())
 
 
 def handle_of(stream: int | StreamObject) -> int:
@@ -100,14 +56,6 @@ def fence_over(memories: Iterable[Fenced], stream: Stream | None) -> Fence:
         return stream
     handle = None if stream is None else handle_of(stream)
     return all_of(memory.fence(handle) for memory in memories)
-
-
-def all_of(fences: Iterable[Fence]) -> Fence:
-    """A fence that has passed when all have."""
-    waiting = tuple(fence for fence in fences if fence is not PASSED)
-    if len(waiting) > 1:
-        return _All(waiting)
-    return waiting[0] if waiting else PASSED
 
 
 _LOOK_S: Final = 0.0005

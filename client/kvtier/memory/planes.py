@@ -24,7 +24,8 @@ from kvtier.memory.arrays import Bytes, CudaArray, OnGpu, address_of, bytes_of, 
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.memory.gpu import Fence, Gpu
+    from kvtier.deadline import Fence
+    from kvtier.memory.gpu import Gpu
 
 
 Part: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray"

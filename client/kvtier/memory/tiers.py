@@ -25,9 +25,10 @@ from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks
 from kvtier.abi.cuda.views import DevicePool, DeviceView
 from kvtier.abi.layout import ArenaLayout
 from kvtier.buffers import DeviceBytes, Row, Rows, Slots
+from kvtier.deadline import PASSED, Fence
 from kvtier.errors import DaemonError, InvalidArgument
 from kvtier.memory.arrays import Bytes, OnGpu
-from kvtier.memory.gpu import PASSED, Fence, Gpu, joined
+from kvtier.memory.gpu import Gpu, joined
 from kvtier.memory.planes import Pages, Pool
 from kvtier.types import Tier
 

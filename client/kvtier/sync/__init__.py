@@ -2,10 +2,25 @@
 
 :class:`Client` runs an asynchronous client on an event loop in its own thread. Threads may share its objects. A call
 that is interrupted (Ctrl-C) is cancelled and leaves nothing held. A forked child cannot use the client.
+
+A name is imported at its first use.
 """
 
-from kvtier.sync.cache import SyncAcrossGroups, SyncAcrossLease, SyncCache, SyncLeases, SyncReadLease, SyncWriteLease
-from kvtier.sync.client import Client, SyncMirror, SyncWatch
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.sync.cache import (
+        SyncAcrossGroups,
+        SyncAcrossLease,
+        SyncCache,
+        SyncLeases,
+        SyncReadLease,
+        SyncWriteLease,
+    )
+    from kvtier.sync.client import Client, SyncMirror, SyncWatch
 
 __all__ = [
     "Client",
@@ -18,3 +33,15 @@ __all__ = [
     "SyncWatch",
     "SyncWriteLease",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = vars(import_module("kvtier.sync.cache")) | vars(import_module("kvtier.sync.client"))
+    globals().update({each: found[each] for each in __all__})
+    return found[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

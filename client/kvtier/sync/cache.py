@@ -21,10 +21,9 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import MappedArena
 from kvtier.buffers import Blocks
-from kvtier.deadline import require_timeout
+from kvtier.deadline import Fence, Stream, require_timeout
 from kvtier.errors import KvtierError, require_kind
 from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
-from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory
 from kvtier.sync.loop import LoopThread, LoopWork
 from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket

@@ -14,9 +14,9 @@ from typing import Any, Final, Self, TypeVar
 
 from kvtier import client, watch
 from kvtier.abi.spec import CacheSpec
+from kvtier.deadline import Stream
 from kvtier.errors import ClientClosed
 from kvtier.events import WatchItem
-from kvtier.memory.gpu import Stream
 from kvtier.mirror import follower
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, MirrorView
 from kvtier.session import DEFAULT_PATIENCE_S

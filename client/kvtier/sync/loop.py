@@ -12,9 +12,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
+from kvtier.deadline import Fence, Stream
 from kvtier.errors import ClientClosed, KvtierError
 from kvtier.lease import Hold, fence_of
-from kvtier.memory.gpu import Fence, Stream
 
 T = TypeVar("T")
 

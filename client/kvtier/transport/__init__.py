@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -19,6 +20,9 @@ from kvtier.transport.stream import StreamConnection
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, session_pb2, transfer_pb2_grpc
 
 TCP_SCHEME: Final = "tcp://"
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,6 +80,13 @@ def _trace() -> tuple[tuple[str, str], ...]:
     if current is None or not (span := current().get_span_context()).is_valid:
         return ()
     return ((protocol.TRACE_METADATA_KEY, f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"),)
+
+
+async def send(
+    link: Link, method: Callable[[Stubs], grpc.aio.UnaryUnaryMultiCallable[Request, Response]], request: Request
+) -> Response:
+    """Makes one RPC with the session's token."""
+    return await method(link.stubs)(request, metadata=link.metadata)
 
 
 class LocalTransport:

@@ -28,10 +28,10 @@ from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import DeviceBytes
-from kvtier.deadline import Deadline
+from kvtier.deadline import PASSED, Deadline, all_of
 from kvtier.errors import DaemonError
 from kvtier.memory import arrays
-from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined, passage, passing
+from kvtier.memory.gpu import Gpu, fence_over, joined, passage, passing
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
 from tests.fake_cuda import load_fake, until
 from tests.fakes.cuda.bindings._settings import Failure
