@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -131,7 +132,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
-    from kvtierd.serve import ConfigSources, Manager, serve
+    from kvtierd.serve import Manager, serve
     from kvtierd.tiers.base import TierConfigError, TierError
 
     _raise_descriptor_limit()
@@ -143,7 +144,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
         with asyncio.Runner() as runner:
-            status = runner.run(serve(ConfigSources(file, flags), config, manager))
+            status = runner.run(serve(partial(read, file, flags), config, manager))
             if status:
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()

@@ -8,14 +8,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
 from kvtierd import logs
-from kvtierd.config import Config, ConfigError, Loaded, read
+from kvtierd.config import Config, ConfigError, Loaded
 from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.server import Watchdog
@@ -40,18 +39,6 @@ _ended: Final[list[Daemon]] = []
 
 
 @dataclass(slots=True, frozen=True)
-class ConfigSources:
-    """The configuration's sources besides the environment, read at the start and at each reload."""
-
-    file: Path | None
-    flags: Mapping[str, object]
-
-    def read(self) -> Loaded:
-        """Raises :class:`ConfigError`."""
-        return read(self.file, self.flags)
-
-
-@dataclass(slots=True, frozen=True)
 class Manager:
     """The service manager, if there is one. ``watchdog_s``: seconds within which it expects a watchdog message; None =
     no watchdog. ``passed``: the descriptors that it kept."""
@@ -66,8 +53,9 @@ class Manager:
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
-async def serve(sources: ConfigSources, config: Config, manager: Manager) -> int:
-    """Runs a daemon until a signal asks for its end. Returns the exit status."""
+async def serve(read_again: Callable[[], Loaded], config: Config, manager: Manager) -> int:
+    """Runs a daemon until a signal asks for its end. Returns the exit status. ``read_again``: reads the configuration
+    for a reload; raises :class:`ConfigError`."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -79,7 +67,7 @@ async def serve(sources: ConfigSources, config: Config, manager: Manager) -> int
     async with _beside(_take_long(notifier), "extend"):
         daemon = await Daemon.start(config, notifier, manager.passed)
     _keep_collections_short()
-    reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
+    reloading = loop.create_task(_reload_when_asked(reload, read_again, daemon, notifier), name="reload")
     feeding: AbstractAsyncContextManager[None] = nullcontext()
     if manager.watchdog_s is not None:
         feeding = _beside(Watchdog(notifier, manager.watchdog_s, daemon.stalled_s).run(), "watchdog")
@@ -140,14 +128,16 @@ async def _take_long(notifier: Notifier) -> None:
             await asyncio.sleep(_EXTEND_EVERY_S)
 
 
-async def _reload_when_asked(asked: asyncio.Event, sources: ConfigSources, daemon: Daemon, notifier: Notifier) -> None:
+async def _reload_when_asked(
+    asked: asyncio.Event, read_again: Callable[[], Loaded], daemon: Daemon, notifier: Notifier
+) -> None:
     """Reloads when asked, until cancelled. Requests during a reload cause a single reload after it."""
     while True:
         await asked.wait()
         asked.clear()
         notifier.reloading()
         try:
-            fresh = await asyncio.to_thread(sources.read)
+            fresh = await asyncio.to_thread(read_again)
         except ConfigError as error:
             daemon.config_problems = tuple(f"configuration: not reloaded: {line}" for line in str(error).splitlines())
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -91,9 +91,7 @@ class StateDir:
         self.reserved_ids = RESERVED_IDS
         self._path = path
         self._lock = lock
-        self._state = State(
-            identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False, history=identity.history
-        )
+        self._mark = identity.last
         self._writing = threading.Lock()
 
     @classmethod
@@ -134,41 +132,38 @@ class StateDir:
             )
             last = max(before.last, logged_last + self.reserved_ids)
             epoch = max(epoch_before, logged_epoch) + 1
-            boot = max(before.boot, epoch)
-            self.identity = replace(before, epoch=epoch, boot=boot, epoch_first=last + 1, last=last, unclean=True)
-            self._state = replace(self._state, epoch=epoch, boot=boot, epoch_first=last + 1, last=last)
+            self.identity = Identity(epoch, max(before.boot, epoch), last + 1, last, True, before.history)
+            self._mark = last
         self.reserve(self.identity.last + self.reserved_ids)
 
     @property
     def mark(self) -> int:
         """The highest id that may be given out; until :meth:`begin`, the mark of the life before."""
-        return self._state.last
+        return self._mark
 
     def reserve(self, mark: int) -> None:
         """Raises the mark; durable when this returns. Blocks; raises TierIOError."""
         with self._writing:
-            if mark > self._state.last:
-                self._store(replace(self._state, last=mark))
+            if mark > self._mark:
+                self._store(mark)
 
     def close(self, last: int | None) -> None:
         """Releases the directory. ``last``: the last id given out, if the stop was clean."""
         with self._writing:
             if last is not None:
-                self._store(replace(self._state, last=last, clean=True))
+                self._store(last, clean=True)
             self._lock.release()
 
-    def _store(self, state: State) -> None:
-        _write(self._path, state)
-        self._state = state
+    def _store(self, last: int, *, clean: bool = False) -> None:
+        life = self.identity
+        _write(self._path, State(life.epoch, life.boot, life.epoch_first, last, clean, life.history))
+        self._mark = last
 
 
 def _next_life(before: State) -> Identity:
-    last = before.last
     epoch = before.epoch if before.clean else before.epoch + 1
-    boot = max(before.boot + 1, epoch)
-    if before.clean:
-        return Identity(epoch, boot, before.epoch_first, last, unclean=False, history=before.history)
-    return Identity(epoch, boot, last + 1, last, unclean=True, history=before.history)
+    first = before.epoch_first if before.clean else before.last + 1
+    return Identity(epoch, max(before.boot + 1, epoch), first, before.last, not before.clean, before.history)
 
 
 def _read(path: Path) -> State | None:

@@ -62,22 +62,16 @@ _LOOK_S: Final = 0.0005
 """Seconds between two checks of pending fences: half of the delay that fences may add to a commit."""
 
 
-class _Lookout:
-    """A thread that checks pending fences, and sleeps without any. An event loop would check less often, or do little
+def _look(asked: SimpleQueue[tuple[Fence, Future[None]]]) -> None:
+    """Checks pending fences in a thread, and sleeps without any. An event loop would check less often, or do little
     else."""
-
-    def __init__(self) -> None:
-        self.asked: Final[SimpleQueue[tuple[Fence, Future[None]]]] = SimpleQueue()
-        threading.Thread(target=self._run, name="kvtier-fences", daemon=True).start()
-
-    def _run(self) -> None:
-        waiting: list[tuple[Fence, Future[None]]] = []
-        while True:
-            while not waiting or not self.asked.empty():
-                waiting.append(self.asked.get())
-            waiting = [each for each in waiting if not _settled(*each)]
-            if waiting:
-                time.sleep(_LOOK_S)
+    waiting: list[tuple[Fence, Future[None]]] = []
+    while True:
+        while not waiting or not asked.empty():
+            waiting.append(asked.get())
+        waiting = [each for each in waiting if not _settled(*each)]
+        if waiting:
+            time.sleep(_LOOK_S)
 
 
 async def passing(fence: Fence, deadline: Deadline) -> None:
@@ -106,16 +100,18 @@ def _settled(fence: Fence, told: Future[None]) -> bool:
 
 
 @cache
-def _lookout(pid: int) -> _Lookout:
-    """The process's own thread: a forked child has none of its parent's threads."""
-    return _Lookout()
+def _lookout(pid: int) -> SimpleQueue[tuple[Fence, Future[None]]]:
+    """The queue of the process's own thread: a forked child has none of its parent's threads."""
+    asked: SimpleQueue[tuple[Fence, Future[None]]] = SimpleQueue()
+    threading.Thread(target=_look, args=[asked], name="kvtier-fences", daemon=True).start()
+    return asked
 
 
 def passage(fence: Fence) -> Future[None]:
     """A future that is done less than a millisecond after the fence has passed, or fails with the error of
     :meth:`Fence.passed`."""
     future: Future[None] = Future()
-    _lookout(os.getpid()).asked.put((fence, future))
+    _lookout(os.getpid()).put((fence, future))
     return future
 
 

@@ -519,6 +519,22 @@ class GroupState:
         In a sliding or flat group a block gets neither parent nor children: a window slides off the front of its chain,
         and flat keys form no chains.
         """
+        block = self.enter(key, parent_key, traits)
+        self.evictor.enter(block)
+        self.slots[tier].enter(slot, SLOT_READY)
+        block.copies[tier] = Copy(slot, READY)
+        self.residencies.change(block, BITS[tier])
+        self.ledgers[tier].end_write(slot, block)
+        self.introduce(block, cause)
+        if self.remote is not None and tier is not DEVICE:
+            self.remote.arrived(block)
+        if block.parent is not None:
+            self._changed[block.parent] = None  # the parent is no leaf any more
+            self.ancestry.use([block.parent])
+        return block
+
+    def enter(self, key: Key, parent_key: Key | None, traits: Traits) -> Block:
+        """Adds a block without copies to the index, under its parent."""
         parent = None
         if parent_key is not None and self.attention.chained:
             parent = self.index.get(parent_key)
@@ -528,20 +544,9 @@ class GroupState:
         block = Block(key, parent_key, parent, traits)
         block.indexed = True
         self.clocks.enter(block)
-        self.evictor.enter(block)
         self.index.add(block)
         if parent is not None:
             parent.add_child(block)
-        self.slots[tier].enter(slot, SLOT_READY)
-        block.copies[tier] = Copy(slot, READY)
-        self.residencies.change(block, BITS[tier])
-        self.ledgers[tier].end_write(slot, block)
-        self.introduce(block, cause)
-        if self.remote is not None and tier is not DEVICE:
-            self.remote.arrived(block)
-        if parent is not None:
-            self._changed[parent] = None  # the parent is no leaf any more
-            self.ancestry.use([parent])
         return block
 
     def introduce(self, block: Block, cause: Cause) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvtierd.core.block import READY, Block, Copy
-from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DEVICE, DISK, HOST, Key, SlotId, Tier, Traits
@@ -95,18 +94,9 @@ def _claim(state: GroupState, found: Sequence[RecoveredBlock]) -> None:
 
 
 def _indexed(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
-    chained = state.attention.chained
     blocks: list[Block] = []
     for slot, key, parent_key, traits, device, host in found:
-        parent = None
-        if parent_key is not None and chained:
-            parent = state.index.get(parent_key)
-            if parent is None:
-                raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
-            parent_key = parent.key  # one object shared by all children
-        block = Block(key, parent_key, parent, traits)
-        block.indexed = True
-        state.clocks.enter(block)
+        block = state.enter(key, parent_key, traits)
         residency = 0
         if device is not None:
             block.copies[DEVICE] = Copy(device, READY)
@@ -117,12 +107,9 @@ def _indexed(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
         if slot is not None:
             block.copies[DISK] = Copy(slot, READY)
             residency |= _DISK_BIT
-            if parent is not None:
-                parent.disk_children += 1
+            if block.parent is not None:
+                block.parent.disk_children += 1
         state.residencies.change(block, residency)
-        state.index.add(block)
-        if parent is not None:
-            parent.add_child(block)
         state.introduce(block, Cause.RECOVERED)
         blocks.append(block)
     while state.ancestry.due:  # all at once: no request waits

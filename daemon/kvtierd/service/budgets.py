@@ -59,7 +59,7 @@ def most_bytes(spec: CacheSpec) -> int:
 def split(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Slots by group for ``budget`` bytes of a tier: 1 to MAX_SLOTS for each group. The rest is less than a slot.
     ``budget`` is at least :func:`least_bytes`."""
-    longest = range(1, _blocks(spec, REFERENCE_TOKENS) + 1)
+    longest = range(1, -(-REFERENCE_TOKENS // spec.tokens_per_block) + 1)
     fitting = bisect_right(longest, budget, key=lambda blocks: sum(_sequence_bytes(spec, blocks)))
     if not fitting:
         raise ValueError(f"{budget} bytes for {len(spec.groups)} groups: at least {least_bytes(spec)}")
@@ -90,10 +90,6 @@ def _kept(spec: CacheSpec, group: int, blocks: int) -> int:
     if shape.window_tokens == STATE:
         return min(blocks, max(2, blocks * spec.tokens_per_block // STATE_TOKENS))
     return min(blocks, attention.sinks + attention.span + 1) if attention.span and not shape.opaque else blocks
-
-
-def _blocks(spec: CacheSpec, tokens: int) -> int:
-    return -(-tokens // spec.tokens_per_block)
 
 
 Slots = Mapping[Tier, tuple[int, ...]]

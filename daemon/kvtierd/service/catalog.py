@@ -295,7 +295,7 @@ class Catalog:
     async def _remake(self, cache: ServedCache, slots: Slots, options: CacheSettings) -> ServedCache:
         """Makes a cache anew with other slots or options, or as it was if that fails. Blocks on disk stay."""
         self._take_larger(cache, slots)
-        await self._dismantle(cache, Cause.EXPLICIT)
+        await self._release(cache, await self._withdraw(cache, Cause.EXPLICIT))
         return (await self._made_anew(cache, slots, options))[0]
 
     def _take_larger(self, cache: ServedCache, slots: Slots) -> None:
@@ -366,7 +366,7 @@ class Catalog:
             if dry_run:
                 return removal
             if cache is not None:
-                await self._dismantle(cache, cause)
+                await self._release(cache, await self._withdraw(cache, cause))
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
             if cause is Cause.EXPLICIT:
@@ -420,11 +420,8 @@ class Catalog:
         _log.info("cache resized name=%s stalled_ns=%d evicted=%d", name, done.stalled_ns, evicted)
         return done
 
-    async def _dismantle(self, cache: ServedCache, cause: Cause) -> None:
-        """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
-        await self._release(cache, await self._withdraw(cache, cause))
-
     async def _withdraw(self, cache: ServedCache, cause: Cause) -> Parts:
+        """Takes an open cache out of service and ends its moves. The caller releases its memory and its store."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
         await self._engine.remove_cache(cache.id)

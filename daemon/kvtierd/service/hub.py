@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
@@ -59,21 +59,18 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, frozen=True)
 class CacheHeader:
     """The fields of events that describe their cache. ``event_hash``: the hash of blocks besides their keys; "" = none.
-    ``windows``, ``sinks``: tokens by group. ``flat``: by group. A cache of an earlier life has only its name."""
+    ``shape``: fields of the cache's specification, by name. A cache of an earlier life has only its name."""
 
     name: str
     event_hash: str = ""
-    windows: tuple[int, ...] = ()
-    sinks: tuple[int, ...] = ()
-    flat: tuple[bool, ...] = ()
-    tokens_per_block: int = 0
-    fingerprint: bytes = b""
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, spec: CacheSpec, event_hash: str) -> Self:
-        windows = tuple(group.window_tokens for group in spec.groups)
-        sinks, flat = (tuple(group.sink_tokens for group in spec.groups), tuple(group.flat for group in spec.groups))
-        return cls(name, event_hash, windows, sinks, flat, spec.tokens_per_block, spec.fingerprint())
+        shape: dict[str, Any] = {"tokens_per_block": spec.tokens_per_block, "fingerprint": spec.fingerprint()}
+        for each in ("window_tokens", "sink_tokens", "flat"):
+            shape[f"all_{each}"] = [getattr(group, each) for group in spec.groups]
+        return cls(name, event_hash, shape)
 
     @property
     def hash_bytes(self) -> int:
@@ -82,7 +79,8 @@ class CacheHeader:
 
     def window(self, group: GroupId) -> int:
         """Tokens in the group's window; 0 = full attention, or unknown."""
-        return self.windows[group] if group < len(self.windows) else 0
+        windows: Sequence[int] = self.shape.get("all_window_tokens", ())
+        return windows[group] if group < len(windows) else 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -375,18 +373,13 @@ def event_message(value: BlockEvent, header: CacheHeader) -> events_pb2.Event:
         num_blocks_per_cache_level=[slots for _, slots in value.capacity],
         event_hash=header.event_hash,
         window_tokens=header.window(value.group),
+        **(header.shape if value.type is EventType.CREATED else {}),
     )
     blocks = value.blocks
     if blocks.keys:
         stored = value.type is EventType.STORED
         _add_blocks(message, value.type, blocks)
         _add_labels(message, blocks.labels, blocks.parent_labels, header.hash_bytes, stored=stored)
-    if value.type is EventType.CREATED:
-        message.tokens_per_block = header.tokens_per_block
-        message.all_window_tokens.extend(header.windows)
-        message.all_sink_tokens.extend(header.sinks)
-        message.all_flat.extend(header.flat)
-        message.fingerprint = header.fingerprint
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
     if value.moved_to is not None:
@@ -418,11 +411,7 @@ def slice_of(
         priorities=bytes(row.priority for row in rows),
         event_hash=header.event_hash,
         window_tokens=header.window(group),
-        tokens_per_block=header.tokens_per_block,
-        all_window_tokens=header.windows,
-        all_sink_tokens=header.sinks,
-        all_flat=header.flat,
-        fingerprint=header.fingerprint,
+        **header.shape,
     )
     labels, parent_labels = [row.label for row in rows], [row.parent_label for row in rows]
     _add_labels(message, labels, parent_labels, header.hash_bytes, stored=True)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NewType
 
 from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnavailable, CudaUnsupported, error_of
-from kvtier.abi.cuda.opening import Features, described, find, load_bindings, ordinal_at
+from kvtier.abi.cuda.opening import described, find, load_bindings, ordinal_at
 
 Address = NewType("Address", int)
 """Address of device or host memory, in the address space that CUDA shares with the process."""
@@ -49,11 +49,6 @@ class Driver:
     ``ordinal`` numbers the devices that this process sees, ``uuid`` has 16 bytes and is the same in every process.
     """
 
-    ordinal: Final[int]
-    uuid: Final[bytes]
-    name: Final[str]
-    features: Final[Features]
-
     @classmethod
     def open(cls, device: str) -> Driver:
         """Opens a device: ``cuda``, ``cuda:1`` or ``GPU-<uuid>``.
@@ -73,10 +68,10 @@ class Driver:
         found = find(bindings, device)
         self._cuda = bindings
         self._device = found.handle
-        self.ordinal = found.ordinal
-        self.uuid = found.uuid
-        self.name = found.name
-        self.features = found.features
+        self.ordinal: Final = found.ordinal
+        self.uuid: Final = found.uuid
+        self.name: Final = found.name
+        self.features: Final = found.features
         self._batched = bindings.CUmemcpyAttributes()
         self._batched.srcAccessOrder = bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         # Copy by the copy engines: the device's processors are for computation.

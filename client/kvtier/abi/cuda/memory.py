@@ -19,20 +19,14 @@ class DeviceMemory:
     says why other processes cannot have the memory.
     """
 
-    driver: Final[Driver]
-    address: Final[Address]
-    nbytes: Final[int]
-    fd: Final[int | None]
-    why_not: Final[str | None]
-
     def __init__(
         self, driver: Driver, address: Address, nbytes: int, undo: ExitStack, *, fd: int | None, why_not: str | None
     ) -> None:
-        self.driver = driver
-        self.address = address
-        self.nbytes = nbytes
-        self.fd = fd
-        self.why_not = why_not
+        self.driver: Final = driver
+        self.address: Final = address
+        self.nbytes: Final = nbytes
+        self.fd: Final = fd
+        self.why_not: Final = why_not
         self._undo = undo
         self._garbage = _finalized(self, end)
 

@@ -39,11 +39,11 @@ class _Host:
         self._listings: Final[dict[str, AsyncIterator[Listed]]] = {}
         self._verbs: Final[Mapping[str, _Verb]] = {
             "open": self._open,
-            "exists": self._exists,
+            "exists": lambda names, places: self._opened.exists(names),
             "get": self._get,
             "begins": self._begins,
             "put": self._put,
-            "delete": self._delete,
+            "delete": lambda names, places: self._opened.delete(names),
             "list": self._list,
         }
 
@@ -86,11 +86,8 @@ class _Host:
         except (ValueError, ImportError) as wrong:
             raise RemoteRefused(str(wrong)) from None
 
-    async def _exists(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[bool]:
-        return list(await self._opened.exists(names))
-
     async def _get(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[int]:
-        return list(await self._opened.get(names, places))
+        return await self._opened.get(names, places)
 
     async def _begins(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[int]:
         begins = await self._opened.begins(names, len(places[0]) if places else 0)
@@ -101,9 +98,6 @@ class _Host:
     async def _put(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[Any]:
         ends = await self._opened.put(names, [bytes(place) for place in places])
         return [None if end is None else encoded_error(end) for end in ends]
-
-    async def _delete(self, names: Sequence[str], places: Sequence[memoryview]) -> None:
-        await self._opened.delete(names)
 
     async def _list(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[tuple[str, int, float]]:
         """A page of the listing ``number/prefix``; an empty page ends the listing."""

@@ -76,8 +76,7 @@ _OBSTORE: Final = Hosting(
     processes=1, calls=64, cancels=True, room_bytes=256 << 20, memory_bytes=1 << 30, replaces=True
 )
 _ENGINES: Final[Mapping[str, _Engine]] = {
-    **{name: _Engine("remote", "obstore", _bucket, _OBSTORE) for name in ("s3", "gs", "az")},
-    **{name: _Engine("remote", "obstore", _bucket, _OBSTORE) for name in ("file", "memory")},
+    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _Engine("remote", "obstore", _bucket, _OBSTORE)),
     "mooncake": _Engine("mooncake", "mooncake", mooncake.open_mooncake, mooncake.HOSTING),
 }
 """The engine of each URL scheme."""

@@ -297,29 +297,34 @@ class ProcessStore:
             pass
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        found: Sequence[bool] = await self._call("exists", names)
+        async with self._worker() as worker:
+            found: Sequence[bool] = await worker.call("exists", names)
         return found
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         found: list[int] = []
         for part in self._parts([len(view) for view in into], "get"):
-            found += await self._call("get", names[part], [len(view) for view in into[part]], into=into[part])
+            async with self._worker() as worker:
+                found += await worker.call("get", names[part], [len(view) for view in into[part]], into=into[part])
         return found
 
     async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
         into = [memoryview(bytearray(nbytes)) for _ in names]
-        sizes = await self._call("begins", names, [nbytes] * len(names), into=into)
+        async with self._worker() as worker:
+            sizes = await worker.call("begins", names, [nbytes] * len(names), into=into)
         return [bytes(view[: max(size, 0)]) for view, size in zip(into, sizes, strict=True)]
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         ends: list[RemoteError | None] = []
         for part in self._parts([len(data) for data in objects], "put"):
-            told = await self._call("put", names[part], [len(data) for data in objects[part]], objects[part])
+            async with self._worker() as worker:
+                told = await worker.call("put", names[part], [len(data) for data in objects[part]], objects[part])
             ends += [None if end is None else _error(end) for end in told]
         return ends
 
     async def delete(self, names: Sequence[str]) -> None:
-        await self._call("delete", names)
+        async with self._worker() as worker:
+            await worker.call("delete", names)
 
     async def listing(self, prefix: str) -> AsyncIterator[Listed]:
         async with self._worker() as worker:
@@ -338,17 +343,6 @@ class ProcessStore:
             await asyncio.wait([self._starting])
         for worker in list(self._workers):
             await worker.end()
-
-    async def _call(
-        self,
-        verb: str,
-        names: Sequence[str],
-        sizes: Sequence[int] = (),
-        objects: Sequence[bytes] = (),
-        into: Sequence[memoryview] = (),
-    ) -> Any:
-        async with self._worker() as worker:
-            return await worker.call(verb, names, sizes, objects, into)
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_StoreProcess]:
