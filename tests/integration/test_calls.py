@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from kvtier import BlockResult, DeadlineExceeded, Tier, arena
+from kvtier import BlockResult, DeadlineExceeded, Tier, arena, transport
 from kvtier.errors import LeaseError
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
@@ -204,7 +204,7 @@ async def test_what_a_given_up_call_got_comes_back_from_a_daemon_that_hangs(star
     daemon = start_daemon(host=8)
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(KEYS, blocks(KEYS))
-        granted, send = asyncio.Event(), arena.send
+        granted, send = asyncio.Event(), transport.send
 
         async def unheard(*call):
             await send(*call)
