@@ -199,13 +199,6 @@ class Bench:
     def orphan(self, session: SessionId = ALICE) -> None:
         self.apply(self.core.orphan_session(session, self.now))
 
-    def reset(self) -> None:
-        _, outcome = self.core.reset(self.now, force=False)
-        self.apply(outcome)
-
-    def go_on(self) -> None:
-        self.apply(self.core.go_on(self.now))
-
     def drop(self, names: str, session: SessionId = ALICE) -> tuple[list[BlockResult], int]:
         drop, outcome = self.core.drop(GROUP, keys(names), self.now)
         self.apply(outcome)

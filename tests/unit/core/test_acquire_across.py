@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.ids import GroupId, TicketId
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import Policy
-from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, HOST, key
+from tests.unit.core.bench import BOB, DEVICE, HOST, key
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 
 CHAIN = "abcdef"
@@ -185,21 +185,6 @@ def test_who_goes_away_leaves_nothing_held(waiting: bool, leave: Callable[[Group
         drop, outcome = bench.core.drop(group, [key("a")], 0)
         bench.apply(outcome)
         assert drop.report is not None and drop.report.dropped > 0
-
-
-def test_blocks_lost_while_it_waits_shorten_it() -> None:
-    bench = GroupsBench(device=(6, 3), host=(8, 8), disk=(8, 8))
-    bench.fill(FULL, CHAIN, CHAIN)
-    bench.fill(SLIDING, "abcdef", CHAIN)
-    _, outcome = bench.core.move(ALICE, SLIDING, DISK, [key("f")], 0)
-    bench.apply(outcome)
-    bench.land()
-    bench.fill(SLIDING, "xyz", "xyz", DEVICE)
-    (ticket,) = bench.across(CHAIN)
-    bench.lose()
-    assert not bench.answered(ticket)
-    bench.land()
-    assert bench.granted(ticket, CHAIN) == ["abcde", "cde"]
 
 
 def test_a_chain_over_all_groups_counts_once() -> None:

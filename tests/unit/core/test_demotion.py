@@ -57,30 +57,6 @@ def test_a_reserve_cascades_from_device_to_host_to_disk() -> None:
     assert (bench.where("a"), bench.where("b")) == ({DISK}, {HOST})
 
 
-def test_a_hit_during_a_demotion_keeps_both() -> None:
-    bench = Bench(device=1, host=1)
-    bench.put("a")
-    waiting = bench.reserve(DEVICE, 1)
-    bench.cancel(waiting)
-    (ticket,) = bench.acquire("a")
-    assert bench.grants[ticket].only.found_in == (DEVICE.bit,)
-    bench.land()
-    assert bench.where("a") == {DEVICE, HOST}
-
-
-def test_a_failed_demotion_leaves_the_source_as_it_was_and_says_nothing() -> None:
-    bench = Bench(device=1, host=1, policy=Policy(degrade_after=100))
-    bench.put("a")
-    waiting = bench.reserve(DEVICE, 1)
-    bench.cancel(waiting)
-    told, slot = len(bench.events), bench.slot("a", DEVICE)
-    bench.land(failed="a")
-    assert bench.where("a") == {DEVICE}
-    assert bench.slot("a", DEVICE) == slot
-    assert len(bench.events) == told
-    assert bench.states(HOST) == {SlotState.FREE: 1}
-
-
 def test_a_failed_demotion_is_tried_again_while_somebody_waits() -> None:
     bench = Bench(device=1, host=1)
     bench.put("a")
@@ -123,18 +99,6 @@ def test_a_block_that_goes_to_disk_for_its_child_leaves_rather_than_another() ->
     bench.release(*leases)
     bench.land()
     assert (bench.where("a"), bench.where("x")) == ({DISK}, {DEVICE})
-
-
-def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
-    """The parent may not go down, its child is below: nothing but the subtree can make room."""
-    bench = Bench(device=1, host=1, policy=Policy())
-    bench.put("a", HOST, priority=10)
-    bench.move("a", DEVICE)
-    bench.land()
-    bench.put("b", HOST, under="a", priority=10)
-    told = len(bench.events)
-    assert bench.reserve(DEVICE, 1) in bench.grants
-    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, key) for key in "ba"]
 
 
 def test_a_subtree_that_goes_may_make_room_for_more_than_one() -> None:

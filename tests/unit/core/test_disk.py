@@ -34,19 +34,6 @@ def test_a_child_whose_ancestors_copy_failed_does_not_stay_on_disk() -> None:
     assert bench.states(DISK) == {SlotState.FREE: 3}
 
 
-def test_a_slot_is_free_only_after_its_deletion_has_committed() -> None:
-    bench = Bench(device=1, disk=1, recovered=[("x", None, 35)])
-    bench.put("a")
-    waiting = bench.reserve(DEVICE, 1)
-    assert bench.in_flight() == [("x", DISK, None, Cause.CAPACITY)]
-    assert bench.stored() == "a"
-    assert bench.states(DISK) == {SlotState.RETIRING: 1}
-    bench.land_one()
-    assert bench.in_flight() == [("a", DEVICE, DISK, Cause.CAPACITY)]
-    bench.land()
-    assert waiting in bench.grants
-
-
 def test_a_slot_whose_deletion_failed_is_out_of_use_until_one_succeeds() -> None:
     """A disk that was full for a moment must not cost its slots for as long as the daemon runs."""
     bench = Bench(disk=2, device=1, recovered=[("x", None, 35)])

@@ -80,19 +80,6 @@ def test_a_less_important_child_changes_nothing_above() -> None:
     assert list(bench.said(told)) == [(EventType.STORED, Cause.COMMIT, "b")]
 
 
-def test_what_is_leased_does_not_go() -> None:
-    bench = Bench(device=2)
-    bench.put("a")
-    bench.put("b")
-    (ticket,) = bench.acquire("a")
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "a"
-    assert bench.reserve(DEVICE, 1) in bench.refusals
-    bench.release(bench.lease(ticket))
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == ""
-
-
 def test_recency_counts_in_the_lower_tier_too() -> None:
     """By last use, not by arrival: what came down last may have been used first."""
     bench = Bench(device=2, host=2)

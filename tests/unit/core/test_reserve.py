@@ -44,7 +44,7 @@ def test_a_request_waits_for_slots_leased_ahead_and_a_reset_does_not() -> None:
     waiting = bench.reserve(DEVICE, 4, BOB)
     assert not bench.answered(waiting)
     assert bench.lease_ahead(DEVICE, 1, after="a") is None, "a request waits"
-    bench.reset()
+    bench.apply(bench.core.reset(bench.now, force=False)[1])
     bench.release(lease)
     assert waiting in bench.grants
 
@@ -63,7 +63,7 @@ def test_after_a_lease_ahead_slots_are_freed_for_the_next() -> None:
     lease = bench.lease_ahead(DEVICE, 2, after="b")
     assert (lease is not None, bench.states(DEVICE).get(SlotState.FREE, 0)) == (True, 0)
     assert bench.core.behind
-    bench.go_on()
+    bench.rest()
     assert (bench.states(DEVICE)[SlotState.FREE], bench.core.behind) == (2, False)
     assert bench.stored() == "abcdefghijkl"
 

@@ -204,18 +204,6 @@ def test_nor_does_who_joins_a_lease_over_them() -> None:
     assert "a" not in [name_of(block.key) for block in joined.held]
 
 
-def test_a_block_without_bytes_counts_as_absent_until_its_descendants_have_gone() -> None:
-    bench = Bench(host=6, policy=Policy(blocks_a_call=1))
-    bench.put("abcd", HOST)
-    bench.rest()
-    bench.lose_bytes("b", HOST)
-    assert bench.core.behind
-    assert bench.core.match([GROUP], [key(name) for name in "abcd"]).blocks == 1
-    assert bench.commit(bench.blank(HOST, 1), [("x", "b", 35)]) == [BlockResult.PARENT_MISSING]
-    bench.rest()
-    assert bench.stored() == "a"
-
-
 def test_a_move_that_waits_for_room_gives_up_a_block_without_bytes() -> None:
     bench = Bench(device=1, host=4, policy=Policy(blocks_a_call=1))
     bench.put("abcd", HOST)
@@ -274,15 +262,6 @@ def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) ->
     _, outcome = bench.core.set_retention(GROUP, [key(ROOT)], [80], [1_000], bench.now)
     bench.apply(outcome)
     assert not any(content.ref.slot == slot for content in restated(outcome))
-
-
-def test_nothing_goes_down_on_top_of_bytes_that_are_lost() -> None:
-    bench = build("chain", host=300, disk=310)
-    bench.lose_bytes(ROOT, HOST)
-    waiting = bench.reserve(HOST, 100)
-    assert not bench.moves
-    bench.rest()
-    assert waiting in bench.grants
 
 
 def test_nor_is_anything_moved_there() -> None:
