@@ -23,7 +23,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "modules in a circle of imports": 0,
     "modules": 250,
     "modules over 600 lines": 0,
-    "production lines": 52_850,
+    "production lines": 53_000,
     "test lines": 62_180,  # at most 62,000 when all open issues are done
     "docs words": 20_000,
     "kvtier bench lines": 880,
