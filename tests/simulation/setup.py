@@ -92,8 +92,8 @@ class Setup:
             thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
             write_policy=choose.pick((WriteMode.BACK, WriteMode.THROUGH, WriteMode.SELECTIVE)),
             eviction=choose.pick(tuple(EVICTORS)),
-            reserve_shift=choose.pick((7, 3, 2)),
-            ahead_share=choose.pick((32, 3)),
+            reserve_shift=(shift := choose.pick((7, 3, 2))),
+            ahead_share=3 if shift == 7 else 32,  # no draw of its own: walks without leases ahead stay as they were
             waiting_victims=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
             remote=_remote(choose),
