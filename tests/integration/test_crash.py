@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvtier import Cursor, Tier
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, opened_cache, put_chain, sizes
 from tests.integration.load import Load
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import cut_short
@@ -34,9 +34,8 @@ async def test_kills_while_it_starts(start_daemon):
     """Whatever a start was at when it died, the next one finds all blocks, and ids above all that came before."""
     rng = random.Random(SEED)
     daemon = start_daemon(device=8, host=8, disk=64)
-    keys = chain("survivor", 40)
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "survivor", 40)
         await cache.move(keys, Tier.DISK)
         before = await client.stats()
         daemon.kill()

@@ -13,7 +13,7 @@ from kvtier.abi.words import TIERS
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, put_chain, sizes
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, serving
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, scrape
@@ -56,8 +56,7 @@ async def test_every_edge_carries_every_byte(short_dir, gpu):
         async with await connect(daemon.address) as client:
             cache = await opened(client)
             for number, (src, dst) in enumerate(EDGES):
-                keys = chain(f"edge {number}", 5)
-                await cache.put(keys, blocks(keys), tier=HOST if src is DISK else src)
+                keys = await put_chain(cache, f"edge {number}", 5, tier=HOST if src is DISK else src)
                 if src is DISK:
                     assert set(await cache.move(keys, DISK)) == OK
                 assert set(await cache.move(keys, dst)) == OK

@@ -371,8 +371,7 @@ async def test_a_client_closes_beside_a_daemon_that_does_not_answer(daemon):
 
 
 async def test_a_close_is_not_lost(daemon):
-    async with await connect(daemon.address) as client, await connect(daemon.address) as other:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache), await connect(daemon.address) as other:
         with paused(daemon), pytest.raises(DeadlineExceeded):
             await cache.close(timeout=TIMEOUT_S)
 
