@@ -33,11 +33,8 @@ def running(home, *flags, env=None):
     """A daemon with nothing on its command line but its directories and ``flags``."""
     daemon = DaemonProcess(home, {}, flags)
     daemon.variables |= env or {}
-    daemon.start()
-    try:
+    with daemon:
         yield daemon
-    finally:
-        daemon.stop()
 
 
 async def tier_sizes(daemon):

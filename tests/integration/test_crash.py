@@ -70,9 +70,7 @@ SIZES = sizes(device=24, host=32, disk=64)
 
 async def end_again_and_again(home, times, seed):
     rng = random.Random(seed)
-    daemon = SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))])
-    daemon.start()
-    try:
+    with SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))]) as daemon:
         async with await patient(daemon.address, timeout=20) as client:
             cache = await client.open_cache("c", SPEC)
             load = Load(daemon.address, "c", chains=24, workers=3, seed=rng.randrange(1 << 32))
@@ -98,11 +96,8 @@ async def end_again_and_again(home, times, seed):
             assert adopted == times, f"adopted {adopted} times of {times}\n{daemon.log}"
             assert sum(tier.capacity for tier in counts.tiers if tier.tier is not Tier.DISK) == 56
             line = f"0 wrong of {load.done['blocks']:,} blocks read, memory adopted {adopted} times"
-        assert await asyncio.to_thread(daemon.stop) == 0
-        assert "Traceback" not in daemon.log
-        return f"killed {kills} and upgraded {times - kills} times under a supervisor: {line}"
-    finally:
-        daemon.close()
+    assert "Traceback" not in daemon.log
+    return f"killed {kills} and upgraded {times - kills} times under a supervisor: {line}"
 
 
 async def test_six_ends_under_load(short_dir):

@@ -163,9 +163,7 @@ async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - 
     passing = {tier: STEADY[tier] + PASSING[tier] for tier in STEADY}
     remote = json.dumps({"url": f"file://{home}/store", "write": "evict"})
     (home / "store").mkdir()
-    daemon = DaemonProcess(home, passing, ["--remote", remote, *_FLAGS])
-    daemon.start()
-    try:
+    with DaemonProcess(home, passing, ["--remote", remote, *_FLAGS]) as daemon:
         done: Counter[str] = Counter()
         numbers = count()
         began = time.monotonic()
@@ -178,8 +176,6 @@ async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - 
             samples.append(await idle(daemon.pid, began, operations))
             print(samples[-1].row(), flush=True)
         print(f"0 wrong of {done['blocks']:,} blocks read, {done['event']:,} events told; {dict(sorted(done.items()))}")
-    finally:
-        daemon.stop()
     return samples
 
 
