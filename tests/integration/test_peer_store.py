@@ -128,8 +128,7 @@ async def test_tokens_come_with_the_right_to_see_them(far, tmp_path, allowed):
 async def test_the_death_of_a_peer_in_a_transfer_is_no_object(far):
     big = replace(SPEC, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 64 << 10),)),))
     place, nbytes = GroupPrefix("c", big.fingerprint(), GroupId(0)), big.block_bytes(0)
-    async with await connect(far.address) as owner, peer_of(far, big) as (_, store):
-        cache = await owner.open_cache("c", big)
+    async with opened_cache(far.address, "c", spec=big) as (_, cache), peer_of(far, big) as (_, store):
         keys = KEYS[: cache.slots(Tier.HOST) - 1]
         await cache.put(keys, [np.full(nbytes, number, np.uint8) for number in range(len(keys))], tier=Tier.HOST)
         names = [place.name(key) for key in keys]

@@ -293,8 +293,7 @@ async def test_a_thread_reads_what_is_mapped(daemon, how):
 
 async def test_several_groups_count_what_is_mapped(start_for):
     daemon = start_for(VSWA, host=16, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
+    async with opened_cache(daemon.address, "c", spec=VSWA, budgets=by_hand(VSWA, host=16, disk=16)) as (_, cache):
         keys = chain("across", 12)
         await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
         full, sliding = cache.in_group(1), cache.in_group(0)
