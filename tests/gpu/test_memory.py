@@ -31,12 +31,8 @@ _LAST_BYTES: Final = 4 << 20
 @contextmanager
 def daemon_with(home, *flags, device=0, host=0, disk=0):
     slots = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
-    process = DaemonProcess(home, {tier: count * SLOT_BYTES for tier, count in slots.items() if count}, flags)
-    process.start()
-    try:
+    with DaemonProcess(home, {tier: count * SLOT_BYTES for tier, count in slots.items() if count}, flags) as process:
         yield process
-    finally:
-        process.stop()
 
 
 @contextmanager
@@ -82,9 +78,7 @@ def test_a_pool_larger_than_the_device_is_refused_by_name(short_dir):
 async def test_a_daemon_goes_on_when_others_take_all_memory_of_its_device(short_dir, device, tell):
     """What it has it keeps; a cache that wants more is refused; who comes without room for CUDA is served, too."""
     sizes = SIZES | {Tier.DEVICE: SIZES[Tier.DEVICE] + _ANOTHER_BYTES}
-    daemon = DaemonProcess(short_dir, sizes)
-    daemon.start()
-    try:
+    with DaemonProcess(short_dir, sizes) as daemon:
         async with await connect(daemon.address) as client:
             cache = await client.open_cache("race", SPEC, budgets=SIZES)
             await store(cache, range(4))
@@ -102,8 +96,6 @@ async def test_a_daemon_goes_on_when_others_take_all_memory_of_its_device(short_
             await assert_right(cache, range(8), Tier.DEVICE)
             await client.open_cache("another", SPEC, budgets={Tier.DEVICE: _ANOTHER_BYTES})
             assert (await client.stats()).problems == ()
-    finally:
-        daemon.stop()
 
 
 async def test_a_working_set_larger_than_device_and_host(short_dir, device, tell):

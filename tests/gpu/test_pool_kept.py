@@ -23,9 +23,7 @@ NOT_ADOPTED: Final = "GPU memory is not adopted"
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
 async def test_blocks_on_the_device_outlive_the_daemon(short_dir, device, end, tell):
     """Without a disk: nothing but memory could bring them back. Those of the host come back in any case."""
-    daemon = SupervisedDaemon(short_dir, {Tier.DEVICE: 12 * SLOT_BYTES, Tier.HOST: 12 * SLOT_BYTES})
-    daemon.start()
-    try:
+    with SupervisedDaemon(short_dir, {Tier.DEVICE: 12 * SLOT_BYTES, Tier.HOST: 12 * SLOT_BYTES}) as daemon:
         at = kernels(device, 0)
         async with await patient(daemon.address) as client:
             cache, stream = await client.open_cache("race", SPEC), at.stream()
@@ -50,6 +48,3 @@ async def test_blocks_on_the_device_outlive_the_daemon(short_dir, device, end, t
                 await held.release(stream=stream)
                 assert sum(wrong() for wrong in checks) == 0
                 tell.append("the next daemon has the pool as it was")
-        assert await asyncio.to_thread(daemon.stop) == 0
-    finally:
-        daemon.close()

@@ -26,10 +26,8 @@ _SPOILS_S: Final = 2.0 if devices.ON_FAKE else 6.0
 
 @pytest.fixture
 def daemon(short_dir):
-    process = DaemonProcess(short_dir, {Tier.DEVICE: SLOTS * SLOT_BYTES, Tier.HOST: SLOTS * SLOT_BYTES})
-    process.start()
-    yield process
-    process.stop()
+    with DaemonProcess(short_dir, {Tier.DEVICE: SLOTS * SLOT_BYTES, Tier.HOST: SLOTS * SLOT_BYTES}) as process:
+        yield process
 
 
 @pytest.fixture

@@ -29,10 +29,8 @@ _END_S: Final = 12 * PATIENCE_S
 @pytest.fixture
 def daemon(short_dir):
     print(f"KVTIER_SEED={SEED}")
-    process = DaemonProcess(short_dir, SIZES)
-    process.start()
-    yield process
-    process.stop()
+    with DaemonProcess(short_dir, SIZES) as process:
+        yield process
 
 
 async def swapped(daemon):

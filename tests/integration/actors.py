@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
@@ -94,9 +93,7 @@ class Actor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
 

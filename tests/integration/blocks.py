@@ -53,11 +53,11 @@ async def put_chain(cache: Cache, name: str, length: int, **how: Any) -> list[by
 
 @asynccontextmanager
 async def opened_cache(
-    address: str, name: str, *, wait: float = 0.0, **how: Any
+    address: str, name: str, *, spec: CacheSpec = SPEC, wait: float = 0.0, **how: Any
 ) -> AsyncIterator[tuple[AsyncClient, Cache]]:
-    """A client of its own and a cache of :data:`SPEC`. ``how``: of ``open_cache``."""
+    """A client of its own and a cache. ``how``: of ``open_cache``."""
     async with await connect(address, wait=wait) as client:
-        yield client, await client.open_cache(name, SPEC, **how)
+        yield client, await client.open_cache(name, spec, **how)
 
 
 def assert_bytes(keys: Sequence[bytes], found: Sequence[NDArray[np.uint8]]) -> None:

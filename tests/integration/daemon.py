@@ -7,9 +7,10 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from kvtier import Tier
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET
@@ -155,6 +156,14 @@ class DaemonProcess:
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
     def stop(self) -> None:
         """Stops a started daemon, and checks exit status 0, a log without errors, and that no socket is left."""
         if self._process is None:
@@ -172,6 +181,13 @@ class DaemonProcess:
         self.assert_healthy_log()
         left = [path for path in self.sockets if path.exists()]
         assert not left, f"left behind: {left}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.stop()
 
     def restart(self) -> None:
         """Stops the daemon as :meth:`stop`, and starts it."""

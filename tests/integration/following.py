@@ -3,7 +3,6 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from kvtier import Cursor, Watch
@@ -25,9 +24,7 @@ class Following(ABC):
         self._reader.add_done_callback(lambda _: self._news.set())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         assert self._reader is not None
         self._reader.cancel()
         await asyncio.wait([self._reader])

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
@@ -52,9 +51,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._work(), name=f"{self.name}-{n}") for n in range(self._workers)]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self.stop()
 
     async def stop(self) -> None:

@@ -73,12 +73,9 @@ def supervised_gpu_daemon(
 def serving(home: Path, *flags: str, gpu: Mapping[str, Any] | None = None, **slots: int) -> Iterator[DaemonProcess]:
     """Stopped at the end, after which nothing of the GPU's may be left."""
     daemon = gpu_daemon(home, sizes(**slots), flags, gpu=gpu)
-    daemon.start()
-    pid = daemon.pid
-    try:
+    with daemon:
+        pid = daemon.pid
         yield daemon
-    finally:
-        daemon.stop()
     assert not_given_back(home, pid) == {}
 
 

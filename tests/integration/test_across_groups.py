@@ -7,11 +7,11 @@ import pytest
 from kvtier import BlockResult, CacheOptions, InvalidArgument, LeaseError, Tier, TierFull, TokenMatch, TooShort
 from kvtier.abi.words import TIERS
 from kvtier.wire import split_keys
-from tests.integration.blocks import chain
+from tests.integration.blocks import chain, opened_cache
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import bytes_in
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S
 
 KEYS = chain("across", 24)
 """Windows of 64 and 100 tokens are covered by 4 and 7 blocks of 16."""
@@ -186,8 +186,7 @@ async def test_matches_agree_with_an_oracle_under_random_traffic(start_for, seed
     """Chains that share prefixes are stored with holes, moved, dropped, and evicted from tiers too small for them."""
     chooser = random.Random(seed)
     daemon = start_for(VSWA, device=12, host=10, disk=30)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("vswa", VSWA)
+    async with opened_cache(daemon.address, "vswa", spec=VSWA, wait=PATIENCE_S) as (client, cache):
         stems = [chain(f"stem {number}", 14) for number in range(3)]
         chains = [
             stem[:cut] + chain(f"twig {number}/{cut}", 14 - cut)

@@ -6,9 +6,9 @@ import os
 import click
 import pytest
 
-from kvtier import Tier, connect
+from kvtier import Tier
 from kvtier.cli import main
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import blocks, chain, opened_cache, sizes
 from tests.integration.test_cli import kvtier
 from tests.tls import Authority
 
@@ -45,8 +45,7 @@ def plain():
 
 
 async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(daemon, operator, plain):
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("far", SPEC, budgets=sizes(host=4, disk=4))
+    async with opened_cache(daemon.address, "far", budgets=sizes(host=4, disk=4)) as (_, cache):
         await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
         tls = ("--tls-ca", str(operator.ca), "--tls-cert", str(operator.cert), "--tls-key", str(operator.key))
         at = ("--address", f"tcp://{daemon.tcp_address}", *tls)

@@ -61,11 +61,11 @@ def fake(monkeypatch):
 
 @pytest.fixture(scope="module")
 def daemon():
-    with tempfile.TemporaryDirectory(prefix="kv-") as home:
-        process = gpu_daemon(Path(home), sizes(device=512, host=512), gpu={"devices": 2})
-        process.start()
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-") as home,
+        gpu_daemon(Path(home), sizes(device=512, host=512), gpu={"devices": 2}) as process,
+    ):
         yield process
-        process.stop()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, CacheOptions, Cause, Event, Tier
-from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, put_chain, sizes
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, patient
 
@@ -56,8 +56,7 @@ async def test_a_flipped_bit_is_a_miss_and_an_event(client, name, streamed, seen
 async def test_the_default_promises_the_disk_alone(client, name):
     cache = await opened(client, name, CacheOptions())
     assert cache.info.options.checksum == "disk"
-    keys = chain(name, 1)
-    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    keys = await put_chain(cache, name, 1, tier=Tier.HOST)
     await flip(cache, keys[0])
     assert not np.array_equal((await cache.get(keys, verify=True))[0], block(keys[0]))
 
@@ -80,10 +79,9 @@ async def test_they_outlive_the_daemon(short_dir, ending, tier):
     daemon = SupervisedDaemon(short_dir, sizes(host=8, disk=16))
     daemon.start()
     ending.callback(daemon.close)
-    keys = chain("kept", 3)
     async with await patient(daemon.address) as client:
         cache = await opened(client, "c")
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        keys = await put_chain(cache, "kept", 3, tier=Tier.HOST)
         if tier is Tier.DISK:
             await cache.move(keys, Tier.DISK)
         await asyncio.to_thread(daemon.kill)

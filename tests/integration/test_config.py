@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvtier import Tier, TierFull, connect
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, opened_cache, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import attached
 from tests.integration.starting import kvtierd, message, tree
@@ -33,17 +33,13 @@ def running(home, *flags, env=None):
     """A daemon with nothing on its command line but its directories and ``flags``."""
     daemon = DaemonProcess(home, {}, flags)
     daemon.variables |= env or {}
-    daemon.start()
-    try:
+    with daemon:
         yield daemon
-    finally:
-        daemon.stop()
 
 
 async def tier_sizes(daemon):
     """In slots, of a cache that takes everything."""
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("all", SPEC)
+    async with opened_cache(daemon.address, "all") as (_, cache):
         return {tier: cache.slots(tier) for tier in cache.tiers}
 
 
@@ -199,10 +195,9 @@ async def test_a_reload_takes_live_keys_names_the_others_and_survives_a_broken_f
 
 async def test_no_token_and_no_key_is_ever_logged(start_daemon):
     daemon = start_daemon("--log-level", "debug", device=4, host=4, disk=8)
-    keys = chain("secret", 12)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = await client.open_cache("c", SPEC, budgets=sizes(device=4, host=4, disk=8))
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "secret", 12)
         await cache.get(keys)
         await cache.move(keys[:2], Tier.DISK)
         await cache.drop(keys[:1])

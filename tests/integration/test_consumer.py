@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.blocks import SPEC
+from tests.integration.blocks import opened_cache
 from tests.integration.load import Load
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,8 +17,7 @@ async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(
     follow = runpy.run_path(str(ROOT / "examples/consumer.py"))["follow"]
     daemon = start_daemon("--chaos-seed", "4", device=6, host=12, disk=24)
     blocks: dict[bytes, int] = {}
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("followed", SPEC)
+    async with opened_cache(daemon.address, "followed", wait=PATIENCE_S) as (client, cache):
         consumer = asyncio.create_task(follow(client, "followed", blocks))
         async with Load(daemon.address, "followed", chains=6, workers=2, seed=4) as load:
             for end in (daemon.kill, daemon.stop, daemon.kill):

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvtier import Cursor, Tier
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, opened_cache, put_chain, sizes
 from tests.integration.load import Load
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import cut_short
@@ -34,9 +34,8 @@ async def test_kills_while_it_starts(start_daemon):
     """Whatever a start was at when it died, the next one finds all blocks, and ids above all that came before."""
     rng = random.Random(SEED)
     daemon = start_daemon(device=8, host=8, disk=64)
-    keys = chain("survivor", 40)
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "survivor", 40)
         await cache.move(keys, Tier.DISK)
         before = await client.stats()
         daemon.kill()
@@ -71,9 +70,7 @@ SIZES = sizes(device=24, host=32, disk=64)
 
 async def end_again_and_again(home, times, seed):
     rng = random.Random(seed)
-    daemon = SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))])
-    daemon.start()
-    try:
+    with SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))]) as daemon:
         async with await patient(daemon.address, timeout=20) as client:
             cache = await client.open_cache("c", SPEC)
             load = Load(daemon.address, "c", chains=24, workers=3, seed=rng.randrange(1 << 32))
@@ -99,11 +96,8 @@ async def end_again_and_again(home, times, seed):
             assert adopted == times, f"adopted {adopted} times of {times}\n{daemon.log}"
             assert sum(tier.capacity for tier in counts.tiers if tier.tier is not Tier.DISK) == 56
             line = f"0 wrong of {load.done['blocks']:,} blocks read, memory adopted {adopted} times"
-        assert await asyncio.to_thread(daemon.stop) == 0
-        assert "Traceback" not in daemon.log
-        return f"killed {kills} and upgraded {times - kills} times under a supervisor: {line}"
-    finally:
-        daemon.close()
+    assert "Traceback" not in daemon.log
+    return f"killed {kills} and upgraded {times - kills} times under a supervisor: {line}"
 
 
 async def test_six_ends_under_load(short_dir):

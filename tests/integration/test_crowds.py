@@ -263,18 +263,14 @@ def hung_up(sock):
 
 async def test_a_full_backlog_is_told_as_such(start_fresh):
     daemon = start_fresh(host=4)
-    daemon.pause()
-    try:
-        with ExitStack() as stack:
-            with pytest.raises(BlockingIOError):
-                while True:
-                    sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                    sock.setblocking(False)
-                    sock.connect(str(daemon.sockets[1]))
-            with pytest.raises(RetryableError, match="too many clients wait"):
-                await connect(daemon.address)
-    finally:
-        daemon.resume()
+    with daemon.paused(), ExitStack() as stack:
+        with pytest.raises(BlockingIOError):
+            while True:
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                sock.setblocking(False)
+                sock.connect(str(daemon.sockets[1]))
+        with pytest.raises(RetryableError, match="too many clients wait"):
+            await connect(daemon.address)
 
 
 async def test_silent_scrapers_keep_no_other_out(start_fresh):

@@ -39,10 +39,9 @@ def tables(**slots):
 def daemon(short_dir):
     """Two GPUs, of which the second has a slot more. Stopped at the end, after which nothing of theirs may be left."""
     process = gpu_daemon(short_dir, sizes(host=HOST, disk=DISK), tables(cuda0=DEVICE, cuda1=DEVICE + 1), gpu=TWO)
-    process.start()
-    pid = process.pid
-    yield process
-    process.stop()
+    with process:
+        pid = process.pid
+        yield process
     assert not_given_back(short_dir, pid) == {}
 
 

@@ -290,8 +290,7 @@ async def test_a_second_daemon_is_refused_at_once(daemon, filled, short_dir, sha
     second = DaemonProcess(short_dir, sizes(**SLOTS))
     flag = {"state": "--state-dir", "disk": "--disk-dir", "run": "--runtime-dir"}[shared]
     taken = daemon.home / shared
-    daemon.pause()  # so that whatever changes there is the other's doing
-    try:
+    with daemon.paused():  # so that whatever changes there is the other's doing
         before = tree(taken) if shared != "run" else None
         began = time.monotonic()
         said = refused(second, flag, taken)
@@ -299,8 +298,6 @@ async def test_a_second_daemon_is_refused_at_once(daemon, filled, short_dir, sha
         assert said == f"kvtierd: {taken}: in use by process {daemon.pid}"
         assert before is None or tree(taken) == before
         assert all(path.is_socket() for path in daemon.sockets)
-    finally:
-        daemon.resume()
     await assert_whole(filled, "good", "hurt")
     # What it had taken of its own before it was refused is free again.
     second.start()
@@ -364,9 +361,7 @@ async def test_a_disk_without_the_room_is_refused_before_anything_is_made(short_
     spec = CacheSpec.single("huge blocks", "uint8", 1, layers=1024, kv_heads=1, head_size=1 << 15)
     status = os.statvfs(short_dir)
     free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    daemon = DaemonProcess(short_dir, {Tier.DISK: whole})
-    daemon.start()
-    try:
+    with DaemonProcess(short_dir, {Tier.DISK: whole}) as daemon:
         async with await connect(daemon.address) as client:
             for asked in (whole, free - (64 << 20)):
                 with pytest.raises(TierFull) as error:
@@ -377,5 +372,3 @@ async def test_a_disk_without_the_room_is_refused_before_anything_is_made(short_
             # A modest one fits, and takes what it asked for.
             cache = await client.open_cache("modest", SPEC, budgets={Tier.DISK: 16 * SLOT_BYTES})
             assert cache.slots(Tier.DISK) == 16
-    finally:
-        daemon.stop()

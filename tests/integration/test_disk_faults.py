@@ -244,9 +244,8 @@ async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon, cl
 
 async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon, client, cache):
     """A call that waited for the disk would not end: the disk answers at the end of the block."""
-    keys = chain("in memory", 4)
     with stuck_disk(daemon, "c"):
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "in memory", 4)
         moving = asyncio.create_task(cache.move(keys, Tier.DISK))
         await eventually(lambda: _queued(client), lambda queued: queued > 0)
         for name in NAMES:

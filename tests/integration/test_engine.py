@@ -85,16 +85,12 @@ def test_what_was_saved_outlives_the_daemon(daemon, layout):
 
 
 def test_a_stopped_daemon_costs_nothing(daemon):
-    with warm(daemon.address) as toy:
-        daemon.pause()
-        try:
-            started = time.monotonic()
-            for number in range(5):
-                assert toy.run(PROMPT).loaded == 10
-                assert toy.run([number] * len(OTHER)).computed == 6
-            assert time.monotonic() - started < 4
-        finally:
-            daemon.resume()
+    with warm(daemon.address) as toy, daemon.paused():
+        started = time.monotonic()
+        for number in range(5):
+            assert toy.run(PROMPT).loaded == 10
+            assert toy.run([number] * len(OTHER)).computed == 6
+        assert time.monotonic() - started < 4
 
 
 @pytest.mark.parametrize("hindrance", ["none", "killed", "paused", "held"])
@@ -469,15 +465,12 @@ def test_a_save_waits_for_a_silent_daemon(daemon, written):
         if written:
             rank.save()
             wait_until(lambda: bool(rank._ended))
-        daemon.pause()
-        try:
+        with daemon.paused():
             rank.save()
             leader.doubt()
             wait_until(lambda: not leader.answers and rank._client is not None and rank._client.connected is written)
             toy.end_step()
             leader._thread.submit(lambda: asyncio.sleep(0.1)).result()
-        finally:
-            daemon.resume()
         toy.end(run)
         toy.settle()
         assert toy.planner.stats()["blocks saved"] == 10
@@ -552,11 +545,8 @@ def test_a_daemon_that_goes_costs_a_load_from_disk_one_hiccup(daemon, go, begun)
 def test_an_engine_loads_from_disk_again_once_the_daemon_goes_on(daemon):
     with warm(daemon.address) as toy, Client(daemon.address) as client:
         only_on_disk(client, toy, PROMPT)
-        daemon.pause()
-        try:
+        with daemon.paused():
             assert generate(toy, PROMPT).computed == 10
-        finally:
-            daemon.resume()
         wait_until(lambda: toy.run(PROMPT).loaded == 10)
 
 

@@ -213,16 +213,12 @@ def test_an_engine_that_ends_meanwhile_leaves_nothing(host, waits, caplog):
 
 def test_a_daemon_that_stops_costs_a_request_its_wait(host):
     daemon = host()
-    with warm(daemon.address, remote_wait=0.5) as toy:
-        daemon.pause()
-        try:
-            started = time.monotonic()
-            for number in range(5):
-                assert toy.run([*PROMPT, *[number] * TOKENS]).loaded == 10
-            assert time.monotonic() - started < 5 * 0.5 + SOON_S
-            assert toy.pending > 0, "an offer waited"
-        finally:
-            daemon.resume()
+    with warm(daemon.address, remote_wait=0.5) as toy, daemon.paused():
+        started = time.monotonic()
+        for number in range(5):
+            assert toy.run([*PROMPT, *[number] * TOKENS]).loaded == 10
+        assert time.monotonic() - started < 5 * 0.5 + SOON_S
+        assert toy.pending > 0, "an offer waited"
 
 
 def test_objects_of_lmcache_come_from_the_store(host, store, ending):

@@ -12,7 +12,7 @@ import pytest
 from kvtier import Cursor, CursorCompacted, Event, Gap, connect
 from kvtier.events import WatchItem
 from kvtier.v1 import blocks_pb2, events_pb2
-from tests.integration.blocks import SPEC, blocks, chain
+from tests.integration.blocks import SPEC, put_chain
 from tests.integration.conftest import own_daemon
 from tests.integration.raw import attached
 from tests.integration.seeing import last_event
@@ -52,8 +52,7 @@ async def told(client, **start):
 
 
 async def put(cache, name, count=2):
-    keys = chain(name, count)
-    await cache.put(keys, blocks(keys))
+    await put_chain(cache, name, count)
 
 
 async def logged(client):

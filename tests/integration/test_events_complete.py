@@ -318,9 +318,7 @@ async def test_a_restart(daemon, client, books, cause):
 @drives((STORED, Cause.RECOVERED), (UPDATED, Cause.RECOVERED))
 @pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
 async def test_memory_that_is_taken_over(short_dir, cause):
-    daemon = SupervisedDaemon(short_dir, sizes(device=8, host=8, disk=16))
-    try:
-        await asyncio.to_thread(daemon.start)
+    with SupervisedDaemon(short_dir, sizes(device=8, host=8, disk=16)) as daemon:
         async with await patient(daemon.address) as client, Books(client) as books:
             cache = await client.open_cache("c", SPEC)
             for tier in (DEVICE, HOST):
@@ -335,9 +333,6 @@ async def test_memory_that_is_taken_over(short_dir, cause):
             recovered = ((STORED, Cause.RECOVERED, 0, tier.bit) for tier in TIERS)
             raised = ((UPDATED, Cause.RECOVERED, tier.bit, tier.bit) for tier in (DEVICE, HOST))
             await say(books, (CLEARED, cause, HOST.bit, 0), *recovered, *raised)
-        assert await asyncio.to_thread(daemon.stop) == 0
-    finally:
-        daemon.close()
 
 
 @drives((CLEARED, Cause.EXPLICIT))

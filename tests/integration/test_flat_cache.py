@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, WindowGroupSpec, connect
-from tests.integration.blocks import chain
+from tests.integration.blocks import chain, opened_cache
 from tests.integration.models import assert_content, by_hand, content
 
 POOLS = (PoolSpec(1, 1, 72),)
@@ -53,8 +53,7 @@ async def test_what_is_found_is_the_leading_run(cache, client):
 async def test_the_one_used_longest_ago_goes_alone(start_for):
     """A chain would keep what the used block stands on."""
     daemon = start_for(FLAT, host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("lru", FLAT, budgets=by_hand(FLAT, host=8))
+    async with opened_cache(daemon.address, "lru", spec=FLAT, budgets=by_hand(FLAT, host=8)) as (_, cache):
         for key in KEYS:
             await cache.put([key], content(FLAT, 0, [key]))
         assert len(await cache.get([KEYS[7], KEYS[3], KEYS[1]])) == 3
@@ -65,14 +64,12 @@ async def test_the_one_used_longest_ago_goes_alone(start_for):
 
 async def test_a_block_comes_back_from_the_disk_alone(start_for):
     daemon = start_for(FLAT, host=16, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("kept", FLAT)
+    async with opened_cache(daemon.address, "kept", spec=FLAT) as (_, cache):
         await cache.put(KEYS, content(FLAT, 0, KEYS))
         await cache.move(KEYS[5:6], Tier.DISK)
         assert [row.key async for row in cache.blocks() if row.residency & Tier.DISK.bit] == [KEYS[5]]
     daemon.crash()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("kept", FLAT)
+    async with opened_cache(daemon.address, "kept", spec=FLAT) as (_, cache):
         assert_content(FLAT, 0, KEYS[5:6], await cache.get(KEYS[5:]))
 
 

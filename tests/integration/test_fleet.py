@@ -10,7 +10,7 @@ import pytest
 
 from kvtier import DeadlineExceeded, InvalidArgument, Mirrors, MirrorState, Tier, chain_keys, connect
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, opened_cache, sizes
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import free_ports
@@ -106,8 +106,7 @@ async def test_what_is_stored_on_one_is_located_from_another(served):
 async def test_what_a_peer_has_is_fetched_from_there(served):
     far = served("far", host=16, disk=16)
     here = served("here", far)
-    async with await connect(here.address) as client, await connect(far.address) as there:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(here.address, "c") as (client, cache), await connect(far.address) as there:
         theirs = await there.open_cache("c", SPEC)
         await theirs.put(CHAIN, blocks(CHAIN))
         await theirs.move(CHAIN[2:], Tier.DISK)
@@ -217,8 +216,7 @@ async def test_what_a_peer_refuses_or_means_otherwise_is_told_and_not_counted(se
 async def test_a_daemon_passes_itself_over(served):
     (port,) = free_ports(1)
     here = served("here", f"127.0.0.1:{port}", port=port)
-    async with await connect(here.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(here.address, "c") as (client, cache):
         await cache.put(CHAIN, blocks(CHAIN))
         await until_state(client, here.tcp_address, "itself")
         assert [each.peer for each in (await client.holdings(CHAIN)).found] == [""]

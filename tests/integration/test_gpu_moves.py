@@ -8,12 +8,12 @@ from itertools import permutations
 import pytest
 import xxhash
 
-from kvtier import BlockResult, TierFull, connect
+from kvtier import BlockResult, TierFull
 from kvtier.abi.words import TIERS
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, serving
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, scrape
@@ -41,9 +41,9 @@ def troubled(home, *flags, gpu, **slots):
             daemon.kill()
 
 
-async def opened(client, name="c"):
-    """Its bytes pass through the daemon."""
-    return await client.open_cache(name, SPEC, mapped=False)
+def opened(daemon):
+    """A client and a cache whose bytes pass through the daemon."""
+    return opened_cache(daemon.address, "c", mapped=False)
 
 
 async def problems(client):
@@ -53,11 +53,9 @@ async def problems(client):
 @pytest.mark.parametrize("gpu", [{}, OLD_DRIVER], ids=["batches", "one-by-one"])
 async def test_every_edge_carries_every_byte(short_dir, gpu):
     with serving(short_dir, device=6, host=6, disk=12, gpu=gpu) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
+        async with opened(daemon) as (client, cache):
             for number, (src, dst) in enumerate(EDGES):
-                keys = chain(f"edge {number}", 5)
-                await cache.put(keys, blocks(keys), tier=HOST if src is DISK else src)
+                keys = await put_chain(cache, f"edge {number}", 5, tier=HOST if src is DISK else src)
                 if src is DISK:
                     assert set(await cache.move(keys, DISK)) == OK
                 assert set(await cache.move(keys, dst)) == OK
@@ -71,8 +69,7 @@ async def test_every_edge_carries_every_byte(short_dir, gpu):
 @pytest.mark.parametrize("gpu", [{"seed": 3}, OLD_DRIVER], ids=["batches", "one-by-one"])
 async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir, gpu):
     with serving(short_dir, **ROOM, gpu=gpu) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
+        async with opened(daemon) as (client, cache):
             prompts = [chain(f"prompt {number}", 3) for number in range(12)]
 
             async def use(keys):
@@ -89,11 +86,9 @@ async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir, g
 
 
 async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir):
-    keys = chain("sums", 3)
     with serving(short_dir, device=4) as daemon:
-        async with attached(daemon.address) as raw, await connect(daemon.address) as client:
-            cache = await opened(client)
-            await cache.put(keys, blocks(keys), tier=DEVICE)
+        async with attached(daemon.address) as raw, opened(daemon) as (_, cache):
+            keys = await put_chain(cache, "sums", 3, tier=DEVICE)
             cache_id = (await raw.open("c")).cache_id
             request = blocks_pb2.ChecksumsRequest(cache_id=cache_id, keys=b"".join([*keys, *chain("none", 1)]))
             told = await raw.call(raw.stubs.blocks.Checksums, request)
@@ -103,8 +98,7 @@ async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir):
 
 async def test_host_memory_is_page_locked_and_counted(short_dir):
     with serving(short_dir, *LISTEN, device=4, host=8) as daemon:
-        async with await connect(daemon.address) as client:
-            await opened(client)
+        async with opened(daemon):
 
             async def locked():
                 return (await scrape(daemon)).value("kvtier_page_locked_bytes", cache="c")
@@ -116,8 +110,7 @@ async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir):
     failure = {"call": "cuMemHostRegister", "code": "CUDA_ERROR_OUT_OF_MEMORY", "times": 0}
     keys = chain("pageable", 4)
     with serving(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
+        async with opened(daemon) as (client, cache):
             (problem,) = await eventually(lambda: problems(client), lambda found: found)
             assert "0 of" in problem and "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in problem
             await cache.put(keys, blocks(keys), tier=DEVICE)
@@ -129,11 +122,9 @@ async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir):
 @pytest.mark.parametrize(("call", "times"), [("cuMemcpyBatchAsync", 1), ("cuEventRecord", 1), ("cuEventQuery", 2)])
 async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir, call, times):
     failure = {"call": call, "code": "CUDA_ERROR_INVALID_VALUE", "times": times}
-    keys = chain("failing", 4)
     with troubled(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
-            await cache.put(keys, blocks(keys), tier=HOST)
+        async with opened(daemon) as (client, cache):
+            keys = await put_chain(cache, "failing", 4, tier=HOST)
             assert BlockResult.OK not in set(await cache.move(keys, DEVICE))
             assert set((await cache.match(keys)).residency) == {HOST.bit}
             assert any(f"{call}: CUDA_ERROR_INVALID_VALUE" in line for line in await problems(client))
@@ -148,8 +139,7 @@ async def test_while_the_gpu_is_busy_others_are_served_and_nothing_is_ready_too_
     hold = short_dir / "hold"
     keys, others = chain("held", 4), chain("others", 4)
     with serving(short_dir, device=4, host=12, gpu={"hold": hold}) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
+        async with opened(daemon) as (client, cache):
             await cache.put(keys, blocks(keys), tier=HOST)
             hold.touch()
             moving = asyncio.create_task(cache.move(keys, DEVICE))
@@ -174,8 +164,7 @@ async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(sh
     hold = short_dir / "hold"
     keys = chain("dying", 1)
     with serving(short_dir, device=1, host=4, gpu={"hold": hold}) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
+        async with opened(daemon) as (client, cache):
 
             async def device():
                 return await tier_stats(client, "c", DEVICE)
@@ -202,8 +191,7 @@ async def test_a_stop_waits_not_for_ever_and_frees_no_memory_that_the_gpu_still_
     keys = chain("stop", 2)
     with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, host=8, gpu={"hold": hold}) as daemon:
         pid = daemon.pid
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
+        async with opened(daemon) as (client, cache):
             await cache.put(keys, blocks(keys), tier=HOST)
             hold.touch()
             moving = asyncio.create_task(cache.move(keys, DEVICE))
@@ -223,11 +211,9 @@ async def test_a_stop_waits_not_for_ever_and_frees_no_memory_that_the_gpu_still_
 async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short_dir):
     """More of them than the loop's own executor has threads, each given up by who asked."""
     hold = short_dir / "hold"
-    keys = chain("sums", 1)
     with serving(short_dir, device=4, disk=16, gpu={"hold": hold}) as daemon:
-        async with attached(daemon.address) as raw, await connect(daemon.address) as client:
-            cache = await opened(client)
-            await cache.put(keys, blocks(keys), tier=DEVICE)
+        async with attached(daemon.address) as raw, opened(daemon) as (_, cache):
+            keys = await put_chain(cache, "sums", 1, tier=DEVICE)
             request = blocks_pb2.ChecksumsRequest(cache_id=(await raw.open("c")).cache_id, keys=keys[0])
             hold.touch()
             for _ in range(33):

@@ -14,7 +14,7 @@ import pytest
 from kvtier import BlockResult, RetryableError, Tier, TierOffline
 from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.on_gpu import device_generations, fake_gpu, gpu_daemon, serving, supervised_gpu_daemon
 from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
@@ -168,9 +168,8 @@ async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir)
 async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_dir, gpu):
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=16))
     daemon.start()
-    keys = chain("kept", 3)
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        keys = await put_chain(cache, "kept", 3, tier=Tier.HOST)
         await cache.move(keys, Tier.DISK)
     daemon.stop()
     daemon.variables |= fake_gpu(**gpu)

@@ -20,7 +20,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, Tier, TierFull, connect
+from kvtier import BlockResult, Client, Tier, TierFull
 from kvtier.abi import attach
 from kvtier.abi.layout import BUCKET_BYTES, INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, session_pb2
@@ -250,10 +250,9 @@ async def test_descriptors_sent_along_are_not_kept(client, daemon, bystander):
 async def test_too_many_connections_are_turned_away(start_daemon):
     daemon = start_daemon("--max-sessions", "8", host=4)  # half of them for one user
     async with opened_cache(daemon.address, "mine") as (_, cache):
-        keys = chain("mine", 2)
         with ExitStack() as stack:
             silent = [stack.enter_context(AttachSocket(daemon.address)) for _ in range(100)]
-            await cache.put(keys, blocks(keys))
+            keys = await put_chain(cache, "mine", 2)
             answers: list[str] = []
             for sock in silent:
                 try:
@@ -439,8 +438,7 @@ async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon):
     """The same uid is the same trust: it can write ``control``, too. As a machine might that died in the middle of it,
     it leaves every bucket odd; nobody waits for them."""
     daemon = start_daemon(host=8)
-    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache), attached(daemon.address) as raw:
         keys = await put_chain(cache, "odd", 4)
         assert_bytes(keys, await cache.get(keys))
         assert cache.reads.calls == 0

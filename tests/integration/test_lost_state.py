@@ -35,10 +35,9 @@ async def without_state(daemon):
 @pytest.mark.parametrize("log", ["64MiB", "0"])
 async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon, log):
     daemon = start_daemon("--event-log-bytes", log, **SLOTS)
-    keys = chain("before", 6)
     async with await patient(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
-        await cache.put(keys, blocks(keys))
+        await put_chain(cache, "before", 6)
         await up_to(watch, await last_event(client))
         old = watch.cursor
         assert old is not None
@@ -124,10 +123,9 @@ async def test_a_cache_that_was_never_made_or_is_being_removed_is_not_lost(start
 
 async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon):
     daemon = start_daemon(**SLOTS)
-    keys = chain("before", 6)
     async with await patient(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
-        await cache.put(keys, blocks(keys))
+        await put_chain(cache, "before", 6)
         before = await up_to(watch, await last_event(client))
         await asyncio.to_thread(daemon.stop)
         (daemon.state_dir / "SUPERBLOCK").unlink()

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvtier import Tier
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, chain, put_chain, sizes
 from tests.integration.raw import attached
 from tests.integration.seeing import memory
 from tests.integration.waiting import eventually, patient
@@ -74,7 +74,6 @@ async def test_a_client_has_every_page_of_a_cache_mapped_before_it_touches_one(s
 
 async def fill(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
-    keys = chain(name, 1)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, name, 1)
     await cache.move(keys, Tier.DISK)
     await cache.close()

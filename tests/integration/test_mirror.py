@@ -25,7 +25,7 @@ from kvtier import (
 )
 from kvtier.abi.words import TIERS
 from tests.events_page import told
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, opened_cache, sizes
 from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.raw import attached
@@ -159,8 +159,7 @@ async def kinds(client):
 async def test_what_it_was_too_slow_for_it_makes_up_for(start_daemon, steering, log):
     """With a snapshot where the daemon has forgotten it, and from its log where it has one."""
     daemon = start_daemon(*SMALL_RING, "--event-log-bytes", log, host=2 * BLOCKS)
-    async with await patient(daemon.address) as client, attached(daemon.address) as raw:
-        cache = await client.open_cache(NAME, SPEC)
+    async with opened_cache(daemon.address, NAME, wait=PATIENCE_S) as (client, cache), attached(daemon.address) as raw:
         number = (await raw.open(NAME)).cache_id
         async with Mirror(client, [NAME]) as mirror:
             await store(raw, number, "first")

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from kvtier import BlockResult, InvalidArgument, Tier
-from tests.integration.blocks import chain
+from tests.integration.blocks import chain, opened_cache
 from tests.integration.models import MODELS, VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.touching import write_into
-from tests.integration.waiting import heard, patient
+from tests.integration.waiting import PATIENCE_S, heard, patient
 
 SLOTS = {"device": 7, "host": 8, "disk": 24}
 KEYS = chain("models", 16)
@@ -57,8 +57,7 @@ async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec)
 async def test_views_are_the_pools_of_a_block(start_for, spec):
     """What an engine writes pool by pool is what it reads as one block."""
     daemon = start_for(spec, device=2)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("model", spec)
+    async with opened_cache(daemon.address, "model", spec=spec, wait=PATIENCE_S) as (_, cache):
         for group in (cache.in_group(group) for group in groups_of(spec)):
             (data,) = content(spec, group.group, KEYS[:1])
             async with group.reserve(1) as lease:
@@ -86,8 +85,7 @@ async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(sta
 
 async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for):
     daemon = start_for(VSWA, device=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("model", VSWA)
+    async with opened_cache(daemon.address, "model", spec=VSWA, wait=PATIENCE_S) as (client, cache):
         second = cache.in_group(1)
         await second.put(KEYS[:2], content(VSWA, 1, KEYS[:2]))
         assert ((await cache.match(KEYS)).blocks, (await second.match(KEYS)).blocks) == (0, 2)

@@ -7,8 +7,8 @@ import pytest
 
 from kvtier import BlockResult, CacheOptions, Mirror, MultimodalItem, Scope, Tier, TokenMatch
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
-from tests.integration.waiting import eventually, patient
+from tests.integration.blocks import SPEC, assert_bytes, blocks, opened_cache, sizes
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 WIDTH = SPEC.tokens_per_block
 KEPT = CacheOptions(keep_tokens=True)
@@ -174,8 +174,7 @@ async def test_its_tokens_are_told_and_a_mirror_knows_it(client, cache):
 
 async def test_while_no_daemon_answers_whole_blocks_count(start_daemon):
     daemon = start_daemon(host=64)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("alone", SPEC, options=KEPT)
+    async with opened_cache(daemon.address, "alone", wait=PATIENCE_S, options=KEPT) as (client, cache):
         await put(cache, IDS[: 2 * WIDTH])
         swapped = await put(cache, IDS[: WIDTH + 3])
         await asyncio.to_thread(daemon.kill)

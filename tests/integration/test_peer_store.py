@@ -13,7 +13,7 @@ from kvtierd.fleet.peers import Fleet
 from kvtierd.fleet.store import PeerStore
 from kvtierd.tiers.remote.base import ABSENT, RemoteRefused, RemoteUnavailable
 from kvtierd.tiers.remote.objects import GroupPrefix, decode, object_bytes, parse
-from tests.integration.blocks import BLOCK_BYTES, SPEC, block, blocks, chain
+from tests.integration.blocks import BLOCK_BYTES, SPEC, block, blocks, chain, opened_cache
 from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.test_rights import change_rules
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -54,8 +54,7 @@ def buffers(count, nbytes=ROOM):
 
 
 async def test_a_chain_comes_as_objects_from_memory_and_disk(far):
-    async with await connect(far.address) as owner, peer_of(far) as (fleet, store):
-        cache = await owner.open_cache("c", SPEC)
+    async with opened_cache(far.address, "c") as (owner, cache), peer_of(far) as (fleet, store):
         await cache.put(KEYS, blocks(KEYS), priorities=70)
         await cache.move(KEYS[4:], Tier.DISK)
         names = [PLACE.name(key) for key in (*KEYS, Key(bytes(32)))]
@@ -82,8 +81,7 @@ async def test_a_chain_comes_as_objects_from_memory_and_disk(far):
 
 
 async def test_a_buffer_that_is_too_small_is_not_filled(far):
-    async with await connect(far.address) as owner, peer_of(far) as (_, store):
-        cache = await owner.open_cache("c", SPEC)
+    async with opened_cache(far.address, "c") as (_, cache), peer_of(far) as (_, store):
         await cache.put(KEYS[:2], blocks(KEYS[:2]))
         names = [PLACE.name(key) for key in KEYS[:2]]
         await known(store, names)
@@ -130,8 +128,7 @@ async def test_tokens_come_with_the_right_to_see_them(far, tmp_path, allowed):
 async def test_the_death_of_a_peer_in_a_transfer_is_no_object(far):
     big = replace(SPEC, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 64 << 10),)),))
     place, nbytes = GroupPrefix("c", big.fingerprint(), GroupId(0)), big.block_bytes(0)
-    async with await connect(far.address) as owner, peer_of(far, big) as (_, store):
-        cache = await owner.open_cache("c", big)
+    async with opened_cache(far.address, "c", spec=big) as (_, cache), peer_of(far, big) as (_, store):
         keys = KEYS[: cache.slots(Tier.HOST) - 1]
         await cache.put(keys, [np.full(nbytes, number, np.uint8) for number in range(len(keys))], tier=Tier.HOST)
         names = [place.name(key) for key in keys]
@@ -155,8 +152,7 @@ async def test_the_death_of_a_peer_in_a_transfer_is_no_object(far):
 
 async def test_what_a_peer_will_or_can_not_give_is_told_apart(far, tmp_path):
     names = [PLACE.name(key) for key in KEYS]
-    async with await connect(far.address) as owner, peer_of(far) as (_, store):
-        cache = await owner.open_cache("c", SPEC)
+    async with opened_cache(far.address, "c") as (_, cache), peer_of(far) as (_, store):
         await cache.put(KEYS, blocks(KEYS))
         await known(store, names)
         for refused in (store.put(names, []), store.delete(names)):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvtier import BlockResult, Client, InvalidArgument, Planes, Tier
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, opened_cache, sizes
 from tests.integration.models import VSWA, assert_content, by_hand, groups_of
 from tests.integration.models import content as content_of
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S, patient
 
 PAGES = 12
 SIZES = (1000, 1400, BLOCK_BYTES - 2400)
@@ -192,10 +192,11 @@ async def test_what_does_not_fit_changes_nothing(cache):
 
 
 async def test_an_arena_refuses_planes_of_other_blocks(daemon, name):
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
-        async with cache.reserve(2, Tier.HOST) as lease:
-            with pytest.raises(InvalidArgument, match="8 bytes a block: must be 6912"):
-                lease.arena.write(Tier.HOST, 0, lease.slots, Planes([np.zeros((2, 8), np.uint8)])[[0, 1]])
-            with pytest.raises(InvalidArgument, match="1 pages: must be 2"):
-                lease.arena.write(Tier.HOST, 0, lease.slots, Planes(arrays())[[0]])
+    async with (
+        opened_cache(daemon.address, name, wait=PATIENCE_S, budgets=BUDGETS) as (_, cache),
+        cache.reserve(2, Tier.HOST) as lease,
+    ):
+        with pytest.raises(InvalidArgument, match="8 bytes a block: must be 6912"):
+            lease.arena.write(Tier.HOST, 0, lease.slots, Planes([np.zeros((2, 8), np.uint8)])[[0, 1]])
+        with pytest.raises(InvalidArgument, match="1 pages: must be 2"):
+            lease.arena.write(Tier.HOST, 0, lease.slots, Planes(arrays())[[0]])

@@ -7,13 +7,13 @@ import signal
 import pytest
 
 from kvtier import Tier
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import blocks, chain, opened_cache, sizes
 from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.scraping import LISTEN, asked
 from tests.integration.stuck import stuck_disk
 from tests.integration.test_shutdown import log_says, moving_down
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S
 
 KEYS = chain("probed", 4)
 daemon = own_daemon(*LISTEN, fresh=True, host=8, disk=16)
@@ -34,8 +34,7 @@ def test_other_paths_and_methods_are_refused(daemon):
 
 
 async def test_a_daemon_that_stops_is_alive_but_not_ready(daemon):
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(KEYS, blocks(KEYS))
         with stuck_disk(daemon, "c") as disk:
             moving = asyncio.create_task(cache.move(KEYS, Tier.DISK))

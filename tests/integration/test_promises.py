@@ -3,13 +3,13 @@
 import pytest
 
 from kvtier import CallerError, KvtierError, Tier, TierFull
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, put_chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.starting import kvtierd, refused
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S, patient
 
 NAMES = ("a", "b", "c")
 SHRUNK = ("cache b: only 24.0 KiB of its 48.0 KiB of host", "cache c: no room for its 48.0 KiB of host")
@@ -59,8 +59,7 @@ async def test_a_smaller_tier_is_told_and_a_larger_one_gives_the_budgets_back(da
     missing = seen.values("kvtier_missing_bytes", tier="host")
     assert missing == {("a",): 0, ("b",): 2 * SLOT_BYTES, ("c",): 4 * SLOT_BYTES}
     assert seen.value("kvtier_problems") == 2
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(host=4))
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S, budgets=sizes(host=4)) as (client, cache):
         with pytest.raises(CallerError, match=r"^cache c has only disk: start kvtierd with --host-bytes .*status"):
             await cache.put(chain("more", 1), blocks(chain("more", 1)))
     assert again(daemon, host=12, disk=24) == await problems(daemon) == ()
@@ -106,8 +105,7 @@ async def test_without_a_disk_tier_its_caches_are_told_and_come_back(daemon, reo
         await client.remove_cache("c", force=True)
     assert len(await problems(daemon)) == 2
     assert again(daemon, host=12, disk=24) == await problems(daemon) == ()
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("a", SPEC)
+    async with opened_cache(daemon.address, "a", wait=PATIENCE_S) as (_, cache):
         assert (cache.slots(Tier.HOST), cache.slots(Tier.DISK)) == (host, 8)
         assert_bytes(chain("a", 4), await cache.get(chain("a", 4)))
 
@@ -155,8 +153,7 @@ async def test_a_cache_without_memory_is_refused_where_there_is_a_memory_tier(st
         await client.open_cache("first", SPEC, budgets=sizes(host=4, disk=4))
         with pytest.raises(TierFull, match=r"^host tier: all .* are given out \(first .*kvtier cache rm NAME"):
             await client.open_cache("second", SPEC)
-    async with await patient(disk_only.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(disk_only.address, "c", wait=PATIENCE_S) as (_, cache):
         for call in (cache.put(chain("c", 1), blocks(chain("c", 1))), cache.acquire(chain("c", 1))):
             with pytest.raises(CallerError, match=r"^cache c has only disk: .*budgets=.Tier.HOST"):
                 await call

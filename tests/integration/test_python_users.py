@@ -30,7 +30,7 @@ from kvtier import (
     connect,
 )
 from kvtier.types import BlockResult
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.conftest import own_cache, own_daemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -42,8 +42,7 @@ cache = own_cache(device=8, host=8)
 
 
 async def test_every_object_says_what_it_is(client, cache):
-    keys = chain("shown", 2)
-    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    keys = await put_chain(cache, "shown", 2, tier=Tier.HOST)
     assert repr(client) == f"<client of {client.address}: session {client.session_id}, connected>"
     assert repr(cache) == f"<cache {cache.name}: group 0, 8 device slots, 8 host slots, mapped>"
     async with cache.reserve(2, tier=Tier.HOST) as lease:
@@ -132,8 +131,7 @@ async def test_a_get_waits_for_slots_that_others_hold_and_names_them(client, nam
 async def test_leases_that_are_over_do_not_warn(daemon, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
-        async with await connect(daemon.address) as client:
-            cache = await client.open_cache(name, SPEC, budgets=sizes(host=8))
+        async with opened_cache(daemon.address, name, budgets=sizes(host=8)) as (client, cache):
             held = await cache.reserve(2)
             released = await cache.reserve(2)
             await released.release()
@@ -178,8 +176,7 @@ async def test_every_verb_takes_as_many_keys_and_no_more(cache, verb):
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "streamed"])
 async def test_strided_arrays_are_filled_in_place(client, cache, mapped):
     """An engine's own layout, a block the third axis: as torch's views are."""
-    keys = chain("strided", 3)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "strided", 3)
     half = cache.block_bytes // 2
     kv = np.zeros((2, 8, half), np.uint8)
     table = [5, 0, 6]

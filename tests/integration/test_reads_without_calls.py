@@ -136,10 +136,9 @@ async def test_blocks_are_copied_to_where_the_caller_wants_them(cache):
 
 async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon, name):
     """Its slot keeps its generation for as long as the disk takes; what is stored under its key by then is the new."""
-    keys = chain("dropped", 3)
     async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "dropped", 3)
         assert_bytes(keys, await cache.get(keys))
         with stuck_disk(daemon, name):
             moving = asyncio.create_task(cache.move(keys, Tier.DISK))

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from kvtier import CallerError, InvalidArgument, PermissionDenied, TierOffline
-from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, chain, opened_cache, sizes
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.test_cli import kvtier
 from tests.integration.test_operator_cli import answer
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 from tests.remote.shared import put
 
 DAY_S = 86_400
@@ -66,8 +66,7 @@ def stored(*names):
 
 
 async def fill(daemon, store, keys, name="c"):
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets=ROOMY)
+    async with opened_cache(daemon.address, name, wait=PATIENCE_S, budgets=ROOMY) as (_, cache):
         for key in keys:
             await put(cache, [key])
         await store.has(keys)

@@ -114,9 +114,8 @@ async def test_blocks_that_fit_stay_and_events_tell_of_the_others(daemon):
 
 
 async def test_a_lease_reads_its_bytes_over_a_resize_and_writes_nowhere(daemon):
-    keys = chain("held", 4)
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S, budgets=sizes(**SLOTS)) as (client, cache):
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        keys = await put_chain(cache, "held", 4, tier=Tier.HOST)
         read, written = await cache.acquire(keys, Tier.HOST), await cache.reserve(2, Tier.HOST)
         views, blank = [read.view(index) for index in range(4)], written.view(0)
         async with await patient(daemon.address) as other:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvtier import CallerError, Cause, Cursor, Event, EventType, Tier
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, patient
@@ -52,11 +52,9 @@ async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_
     engine_dir = short_dir / "e"
     engine_dir.mkdir()
     engine = gpu_daemon(engine_dir, {Tier.DEVICE: 12 * MIB}, gpu=gpu)
-    keys = chain("kept", 4)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         assert cache.slots(Tier.DEVICE) == 16 * MIB // SLOT_BYTES
-        await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+        keys = await put_chain(cache, "kept", 4, tier=Tier.DEVICE)
         await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
         engine.start()
         ending.callback(engine.stop)

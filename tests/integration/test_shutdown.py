@@ -129,9 +129,8 @@ async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir):
 async def test_stops_while_it_starts(daemon):
     """A signal that comes before there is anything to stop is not lost, and does no harm."""
     rng = random.Random(SEED)
-    keys = chain("kept", 20)
     async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "kept", 20)
         await cache.move(keys, Tier.DISK)
     daemon.stop()
     for _ in range(6):

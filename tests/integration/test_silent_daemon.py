@@ -293,8 +293,7 @@ async def test_a_thread_reads_what_is_mapped(daemon, how):
 
 async def test_several_groups_count_what_is_mapped(start_for):
     daemon = start_for(VSWA, host=16, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
+    async with opened_cache(daemon.address, "c", spec=VSWA, budgets=by_hand(VSWA, host=16, disk=16)) as (_, cache):
         keys = chain("across", 12)
         await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
         full, sliding = cache.in_group(1), cache.in_group(0)
@@ -371,8 +370,7 @@ async def test_a_client_closes_beside_a_daemon_that_does_not_answer(daemon):
 
 
 async def test_a_close_is_not_lost(daemon):
-    async with await connect(daemon.address) as client, await connect(daemon.address) as other:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache), await connect(daemon.address) as other:
         with paused(daemon), pytest.raises(DeadlineExceeded):
             await cache.close(timeout=TIMEOUT_S)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, CacheSpec, LeaseError, Mirror, Planes, PoolSpec, Tier, TooShort, WindowGroupSpec
-from tests.integration.blocks import chain
+from tests.integration.blocks import chain, opened_cache
 from tests.integration.models import assert_content, by_hand, content
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S
 
 POOLS = (PoolSpec(1, 1, 72),)
 SPEC = CacheSpec(
@@ -114,8 +114,7 @@ async def test_a_get_fills_the_pages_of_the_sinks_and_the_window(cache):
 async def test_a_use_of_the_window_is_one_of_the_sinks(start_for):
     """The host tier is full of other blocks: those go that no sequence in use needs."""
     daemon = start_for(SPEC, host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("used", SPEC, budgets=by_hand(SPEC, host=8))
+    async with opened_cache(daemon.address, "used", wait=PATIENCE_S, budgets=by_hand(SPEC, host=8)) as (_, cache):
         await cache.put(KEYS[:SINKS], content(SPEC, WINDOW, KEYS[:SINKS]))
         await cache.put(KEYS[FIRST:], content(SPEC, WINDOW, KEYS[FIRST:]), parent=KEYS[FIRST - 1])
         for number in range(4):

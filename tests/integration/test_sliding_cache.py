@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, TierFull, WindowGroupSpec
-from tests.integration.blocks import chain
+from tests.integration.blocks import chain, opened_cache
 from tests.integration.models import assert_content, content
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import write_into
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S, patient
 
 SLIDING = CacheSpec("sliding", "uint8", 16, groups=(WindowGroupSpec(100, (PoolSpec(1, 1, 72), PoolSpec(2, 1, 72))),))
 """A window of seven blocks, of whose first it needs four tokens."""
@@ -61,8 +61,7 @@ async def test_all_lookups_agree(cache, client):
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):
     """The daemon is asked for the whole chain: a piece of it would have a window of its own."""
     daemon = start_for(SLIDING, host=8, disk=64)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("long", SLIDING)
+    async with opened_cache(daemon.address, "long", spec=SLIDING, wait=PATIENCE_S) as (_, cache):
         keys = chain("long", 40)
         await cache.put(keys, content(SLIDING, 0, keys))
         await cache.move(keys, Tier.DISK)

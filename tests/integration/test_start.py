@@ -200,9 +200,8 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
 def foreign(short_dir):
     process = DaemonProcess(short_dir, sizes(device=4, host=8, disk=16))
     process.program = ["tests.integration.foreign_daemon"]
-    process.start()
-    yield process
-    process.stop()
+    with process:
+        yield process
 
 
 async def test_all_goes_by_calls_and_leases_there(foreign):

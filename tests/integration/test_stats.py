@@ -2,7 +2,7 @@
 
 from kvtier import CacheOptions, Tier
 from kvtier.types import WritePolicy
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, put_chain, sizes
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import eventually, patient
 
@@ -10,8 +10,7 @@ from tests.integration.waiting import eventually, patient
 async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(client, name):
     options = CacheOptions(write_policy=WritePolicy.THROUGH)
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=4, disk=16), options=options)
-    keys = chain(name, 3)
-    await cache.put(keys, blocks(keys))
+    await put_chain(cache, name, 3)
 
     async def device():
         return await tier_stats(client, name, Tier.DEVICE)

@@ -69,14 +69,10 @@ def test_every_verb(calls, cache):
 
 def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon, calls, name):
     cache = calls.open_cache(name, SPEC, budgets=sizes(device=4))
-    daemon.pause()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            # The call cannot end by itself, however late this comes; and it has been sent by then, mostly.
-            threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-            cache.reserve(1)
-    finally:
-        daemon.resume()
+    with daemon.paused(), pytest.raises(KeyboardInterrupt):
+        # The call cannot end by itself, however late this comes; and it has been sent by then, mostly.
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        cache.reserve(1)
     wait_until(lambda: not held(calls))
     assert cache.reserve(4).slots, "and all of it is to be had"
 

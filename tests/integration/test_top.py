@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from kvtier import Tier, connect
-from tests.integration.blocks import SPEC, blocks, chain
+from kvtier import Tier
+from tests.integration.blocks import blocks, chain, opened_cache
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import kvtier
 
@@ -15,8 +15,7 @@ from tests.integration.test_cli import kvtier
 async def test_one_screen_in_plain_text(start_fresh, name):
     """Without a terminal it is one screen, as with --once."""
     daemon, keys = start_fresh(device=8, host=8, disk=16), chain(name, 3)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC)
+    async with opened_cache(daemon.address, name) as (client, cache):
         await cache.put(keys, blocks(keys))
         await cache.move(keys[2:], Tier.HOST)
         async with cache.acquire(keys[:2]), client.watch(oldest=True) as watch:

@@ -95,13 +95,10 @@ def unsupervised(home, seed, *, parts, turns, ends, seconds, flags=()):
     """Memory is lost with the daemon, but for those who have mapped it; what is on disk comes back."""
     daemon = DaemonProcess(home, SIZES, flags)
 
-    daemon.start()
-    try:
+    with daemon:
         report = torture(daemon.address, daemon.crash, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
         assert_right(report)
         settle(daemon.address)
-    finally:
-        daemon.stop()
     return report
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier import connect, errors
+from kvtier import errors
 from kvtier.abi.stream import MAX_CHUNK_BYTES
 from kvtier.errors import FAILED_WRITE
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
@@ -75,8 +75,7 @@ async def test_a_chain_longer_than_the_tier_goes_in_pieces(client, name, mapped)
 async def test_blocks_larger_than_a_chunk(start_for):
     assert MLA.block_bytes(0) > MAX_CHUNK_BYTES
     daemon = start_for(MLA, host=2)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", MLA, mapped=False)
+    async with opened_cache(daemon.address, "c", spec=MLA, mapped=False) as (_, cache):
         keys = chain("large", 2)
         assert await cache.put(keys, content(MLA, 0, keys)) == [OK] * 2
         assert_content(MLA, 0, keys, await cache.get(keys))

@@ -4,7 +4,7 @@ import asyncio
 import os
 
 from kvtier import BlockResult, Tier, TierFull, connect
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, put_chain
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
@@ -77,8 +77,7 @@ async def test_many_writers_of_few_slots_all_get_through(start_daemon):
                 refusals += 1
 
     async def work(index):
-        async with await connect(daemon.address) as client:
-            cache = await client.open_cache("busy", SPEC)
+        async with opened_cache(daemon.address, "busy") as (_, cache):
             turn = 0
             while turn < 3 or (turn < MOST_TURNS and not refusals):  # on a slow machine they may miss each other
                 keys = chain(f"writer {index % 4} turn {turn}", 3)

@@ -8,13 +8,13 @@ import pytest
 from kvtier import Cause, Cursor, Event, EventType, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart, Tier
 from kvtier.abi.words import TIERS
 from kvtier.v1 import events_pb2
-from tests.integration.blocks import SPEC, blocks, chain, put_chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.conftest import own_cache
 from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import refusal
 from tests.integration.residency import ResidencyTable, snapshot
 from tests.integration.seeing import cache_stats, last_event
-from tests.integration.waiting import PATIENCE_S, eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
 cache = own_cache(device=4, host=8, disk=16)
@@ -128,8 +128,7 @@ async def test_a_watch_of_some_keys_sees_only_their_blocks(client, cache):
 
 async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for, name):
     daemon = start_for(VSWA, host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache(name, VSWA)
+    async with opened_cache(daemon.address, name, spec=VSWA, wait=PATIENCE_S) as (client, cache):
         for group in groups_of(VSWA):
             keys = chain("groups", 2)
             await cache.in_group(group).put(keys, content(VSWA, group, keys))

@@ -25,7 +25,7 @@ from kvtier import (
     connect,
 )
 from kvtier.events import WatchItem
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, put_chain, sizes
 from tests.integration.conftest import own_daemon
 from tests.integration.residency import ResidencyTable
 from tests.integration.seeing import last_event
@@ -49,8 +49,7 @@ BOTH = pytest.mark.parametrize("restart", [cleanly, uncleanly])
 async def on_disk(client, name):
     """A cache with a chain of its name, on disk."""
     cache = await client.open_cache("c", SPEC)
-    keys = chain(name, 6)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, name, 6)
     await cache.move(keys, Tier.DISK)
     return cache
 

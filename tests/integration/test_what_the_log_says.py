@@ -42,13 +42,9 @@ def test_a_disk_tier_that_cannot_fit_now_is_warned_of(short_dir):
     status = os.statvfs(short_dir)
     free, whole = (blocks * status.f_frsize for blocks in (status.f_bavail, status.f_blocks))
     asked = (free + whole) // 2
-    daemon = DaemonProcess(short_dir, {Tier.DISK: asked})
-    daemon.start()
-    try:
+    with DaemonProcess(short_dir, {Tier.DISK: asked}) as daemon:
         (line,) = [line for line in daemon.log.splitlines() if "larger than" in line]
         assert "level=warning" in line and f"disk_bytes={asked}" in line
-    finally:
-        daemon.stop()
 
 
 def test_the_doctor_asks_the_daemon_at_the_address(start_fresh, tmp_path):

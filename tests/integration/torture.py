@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
@@ -101,9 +100,7 @@ class Crowd:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for process in self._processes:
             process.kill()
             process.wait()

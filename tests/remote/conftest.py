@@ -1,13 +1,19 @@
 """One store of each engine; the servers run once for all tests."""
 
+import contextlib
+import json
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from kvtier import CacheOptions
 from kvtierd.tiers.remote.base import RemoteStore
 from kvtierd.tiers.remote.opening import open_store
+from tests.integration.blocks import SPEC
 from tests.integration.conftest import name, pool, start_daemon, start_fresh
+from tests.integration.waiting import patient
 from tests.remote.servers import Server, mooncake, seaweed
+from tests.remote.shared import ROOMY
 
 __all__ = ["name", "pool", "start_daemon", "start_fresh"]
 
@@ -55,3 +61,24 @@ async def store(url: str) -> AsyncIterator[RemoteStore]:
     opened = open_store(url)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def start(start_daemon, start_fresh, shared_url):
+    """``fresh``: it has counted and measured nothing yet."""
+
+    def start(fresh=False, **table):
+        flag = json.dumps({"url": shared_url, "write": "through", **table})
+        return (start_fresh if fresh else start_daemon)("--remote", flag, host=64, disk=128)
+
+    return start
+
+
+@pytest.fixture
+def opened(name):
+    @contextlib.asynccontextmanager
+    async def opened(daemon, budgets=ROOMY, spec=SPEC, **options):
+        async with await patient(daemon.address) as client:
+            yield client, await client.open_cache(name, spec, budgets=budgets, options=CacheOptions(**options))
+
+    return opened

@@ -9,9 +9,10 @@ from kvtierd.core.ids import GroupId, Key
 from kvtierd.tiers.remote.base import RemoteStore
 from kvtierd.tiers.remote.objects import GroupPrefix, object_bytes
 from kvtierd.tiers.remote.opening import open_store
-from tests.integration.blocks import BLOCK_BYTES, SPEC, blocks
+from tests.integration.blocks import BLOCK_BYTES, SPEC, blocks, sizes
 from tests.integration.waiting import PATIENCE_S, eventually
 
+ROOMY: Final = sizes(host=32, disk=64)
 _BATCH: Final = 64
 
 
@@ -74,3 +75,7 @@ async def read_bytes(client: AsyncClient) -> int:
 
 async def problem_of(client: AsyncClient) -> str:
     return (await client.stats()).remote.problem
+
+
+async def unwritten(client: AsyncClient) -> int:
+    return sum((await client.stats()).remote.unwritten.values())

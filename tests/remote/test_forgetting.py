@@ -1,6 +1,5 @@
 """Forgotten means gone: at every daemon that shares a store, and where new bytes come under an old key."""
 
-import contextlib
 import hashlib
 import json
 from dataclasses import replace
@@ -14,31 +13,10 @@ from kvtierd.service.cache import prefix_of
 from kvtierd.service.forgotten import MOST_DROPPED
 from kvtierd.service.remote.telling import object_name
 from kvtierd.tiers.remote.opening import open_store
-from tests.integration.blocks import BLOCK_BYTES, SPEC, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SPEC, chain
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually, patient
-from tests.remote.shared import SharedStore
-
-ROOMY = sizes(host=32, disk=64)
-
-
-@pytest.fixture
-def start(start_daemon, start_fresh, shared_url):
-    def start(fresh=False, **table):
-        flag = json.dumps({"url": shared_url, "write": "through", **table})
-        return (start_fresh if fresh else start_daemon)("--remote", flag, host=64, disk=128)
-
-    return start
-
-
-@pytest.fixture
-def opened(name):
-    @contextlib.asynccontextmanager
-    async def opened(daemon, spec=SPEC):
-        async with await patient(daemon.address) as client:
-            yield client, await client.open_cache(name, spec, budgets=ROOMY)
-
-    return opened
+from tests.integration.waiting import eventually
+from tests.remote.shared import ROOMY, SharedStore, unwritten
 
 
 def made(keys, mark):
@@ -58,11 +36,7 @@ async def read(cache, keys):
 async def write(client, cache, keys, mark):
     """Puts blocks, and waits until the store has them."""
     await cache.put(keys, made(keys, mark.encode()), tier=Tier.HOST)
-
-    async def unwritten():
-        return sum((await client.stats()).remote.unwritten.values())
-
-    await eventually(unwritten, lambda blocks: blocks == 0)
+    await eventually(lambda: unwritten(client), lambda blocks: blocks == 0)
 
 
 async def reset(client, cache, keys):
@@ -169,14 +143,14 @@ async def test_more_drops_than_a_cache_remembers_reset_it(start, opened):
 
 async def test_another_specification_is_another_cache(start, opened, name):
     keys, wider = chain("spec", 2), replace(SPEC, model="another")
-    async with opened(start()) as (client, cache), opened(start(), wider) as (elsewhere, other):
+    async with opened(start()) as (client, cache), opened(start(), spec=wider) as (elsewhere, other):
         await write(client, cache, keys, "a")
         await write(elsewhere, other, keys, "b")
         await cache.reset()
         await client.remove_cache(name, force=True)
         await write(elsewhere, other, chain("later", 1), "b")
         assert await read(other, keys) == "bb"
-        async with opened(start(), wider) as (_, third):
+        async with opened(start(), spec=wider) as (_, third):
             assert await read(third, keys) == "bb"
 
 

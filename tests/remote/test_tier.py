@@ -4,21 +4,19 @@ Daemons and stores are those of earlier tests; each test has a cache of its own 
 """
 
 import asyncio
-import contextlib
 import json
 import time
 
 import numpy as np
 import pytest
 
-from kvtier import CacheOptions, Cause, Client, EventType, Retention, Tier, TokenRange
+from kvtier import Cause, Client, EventType, Retention, Tier, TokenRange
 from kvtier.errors import InvalidArgument
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, chain, sizes
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import eventually
 from tests.remote.shared import SharedStore, fetched, put, read_bytes
 
 KEPT = Retention((TokenRange(0, None, 60),))
-ROOMY = sizes(host=32, disk=64)
 
 
 @pytest.fixture
@@ -26,27 +24,6 @@ async def store(shared_url, name):
     store = SharedStore(shared_url, name)
     yield store
     await store.close()
-
-
-@pytest.fixture
-def start(start_daemon, start_fresh, store):
-    """``fresh``: it has counted and measured nothing yet."""
-
-    def start(fresh=False, **table):
-        flag = json.dumps({"url": store.url, "write": "through", **table})
-        return (start_fresh if fresh else start_daemon)("--remote", flag, host=64, disk=128)
-
-    return start
-
-
-@pytest.fixture
-def opened(name):
-    @contextlib.asynccontextmanager
-    async def opened(daemon, budgets=ROOMY, spec=SPEC, **options):
-        async with await patient(daemon.address) as client:
-            yield client, await client.open_cache(name, spec, budgets=budgets, options=CacheOptions(**options))
-
-    return opened
 
 
 @pytest.fixture

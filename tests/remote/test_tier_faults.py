@@ -21,7 +21,7 @@ from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually, halt
 from tests.remote.between import between
 from tests.remote.servers import BUCKET, KEYS, mooncake
-from tests.remote.shared import SharedStore, problem_of, put
+from tests.remote.shared import SharedStore, problem_of, put, unwritten
 from tests.remote.test_faults import answer, s3_error
 
 SECRETS = ("a-wrong-key", "a-wrong-secret", *KEYS.values())
@@ -182,10 +182,6 @@ async def test_garbage_is_no_block(start, store, proxy, lie):
         proxy.heal()
         await healed(cache, keys)
         await eventually(lambda: problem_of(client), lambda problem: not problem)
-
-
-async def unwritten(client):
-    return sum((await client.stats()).remote.unwritten.values())
 
 
 async def test_blocks_that_move_on_while_they_wait_are_written(start, store, proxy):

@@ -25,7 +25,7 @@ from typing import Final
 
 from kvtier import AsyncClient, Event, Tier, connect
 from tests import devices
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, chain, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.load import HOLDS, Load
 
@@ -128,8 +128,7 @@ async def load(address: str, seconds: float, seed: int, done: Counter[str], numb
     async def cache_made_and_removed(client: AsyncClient) -> None:
         name = f"passing-{next(numbers)}"
         cache = await client.open_cache(name, SPEC, budgets=PASSING)
-        keys = chain(name, 12)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, name, 12)
         await cache.move(keys, Tier.DISK)
         assert_bytes(keys, await cache.get(keys))
         await cache.close()
@@ -164,9 +163,7 @@ async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - 
     passing = {tier: STEADY[tier] + PASSING[tier] for tier in STEADY}
     remote = json.dumps({"url": f"file://{home}/store", "write": "evict"})
     (home / "store").mkdir()
-    daemon = DaemonProcess(home, passing, ["--remote", remote, *_FLAGS])
-    daemon.start()
-    try:
+    with DaemonProcess(home, passing, ["--remote", remote, *_FLAGS]) as daemon:
         done: Counter[str] = Counter()
         numbers = count()
         began = time.monotonic()
@@ -179,8 +176,6 @@ async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - 
             samples.append(await idle(daemon.pid, began, operations))
             print(samples[-1].row(), flush=True)
         print(f"0 wrong of {done['blocks']:,} blocks read, {done['event']:,} events told; {dict(sorted(done.items()))}")
-    finally:
-        daemon.stop()
     return samples
 
 

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvtier import Tier, connect
+from kvtier import Tier
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, block, blocks, chain
+from tests.integration.blocks import block, blocks, chain, opened_cache
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import eventually
 from tests.torture.runs import scaled
@@ -31,8 +31,7 @@ pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 @pytest.mark.parametrize("fate", FATES)
 async def test_nobody_writes_into_anothers_block(start_daemon, ending, found, fate):
     daemon, sums = start_daemon(host=SLOTS + OTHERS * LENGTH, disk=128), Counter[str]()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
         for number in range(ROUNDS):
             await cache.reset()
             with ExitStack() as ends:

@@ -8,10 +8,9 @@ import asyncio
 import os
 import socket
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -115,9 +114,7 @@ class FakeDaemon:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self.stop()
 
     async def _accept(self) -> None:
@@ -219,6 +216,28 @@ class FakeDaemon:
 
 async def _release(request: blocks_pb2.ReleaseRequest, context: Context) -> blocks_pb2.ReleaseResponse:
     return blocks_pb2.ReleaseResponse()
+
+
+def play(daemon: FakeDaemon, *scripts: Sequence[Any]) -> None:
+    """Each Watch call plays the next script: batches, events of asyncio to wait for, then a status, with or without
+    metadata, or None to stay silent."""
+    left = list(scripts)
+
+    async def watch(request: events_pb2.WatchRequest, context: Context) -> AsyncIterator[events_pb2.WatchBatch]:
+        for step in left.pop(0):
+            match step:
+                case None:
+                    await asyncio.Event().wait()
+                case asyncio.Event():
+                    await step.wait()
+                case grpc.StatusCode():
+                    await context.abort(step, "as scripted")
+                case (code, metadata):
+                    await context.abort(code, "as scripted", metadata)
+                case _:
+                    yield step
+
+    daemon.answers["Watch"] = watch
 
 
 def failing(times: int, code: grpc.StatusCode, then: Answer) -> Answer:

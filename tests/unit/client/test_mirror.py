@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -13,32 +13,13 @@ import kvtier
 from kvtier import Cursor, Mirror, MirrorState
 from kvtier.v1 import caches_pb2, common_pb2, events_pb2
 from tests.integration.waiting import eventually
-from tests.unit.client.fake_daemon import Context, FakeDaemon
+from tests.unit.client.fake_daemon import Context, FakeDaemon, play
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(6)]
 BROKEN = grpc.StatusCode.UNAVAILABLE
 
 Step = events_pb2.WatchBatch | grpc.StatusCode | asyncio.Event | None
 """To send, to fail with, to wait for; None: silence without end."""
-
-
-def play(daemon: FakeDaemon, *scripts: Sequence[Step]) -> None:
-    """Each Watch call plays the next script; the last one again and again."""
-    left = list(scripts)
-
-    async def watch(request: events_pb2.WatchRequest, context: Context) -> AsyncIterator[events_pb2.WatchBatch]:
-        for step in left.pop(0) if len(left) > 1 else left[0]:
-            match step:
-                case None:
-                    await asyncio.Event().wait()
-                case asyncio.Event():
-                    await step.wait()
-                case grpc.StatusCode():
-                    await context.abort(step, "as scripted")
-                case _:
-                    yield step
-
-    daemon.answers["Watch"] = watch
 
 
 def slice_of(keys: Sequence[bytes], *, epoch: int = 1) -> events_pb2.WatchBatch:

@@ -1,7 +1,6 @@
 """A watch: loss is judged by ranges, breaks are resumed at the cursor, and nothing is lost in silence."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,30 +12,9 @@ import kvtier
 from kvtier import Cursor, Disconnected, Event, Gap, Heartbeat, Reconnected
 from kvtier.v1 import common_pb2, events_pb2
 from tests.integration.waiting import eventually
-from tests.unit.client.fake_daemon import Context, FakeDaemon
+from tests.unit.client.fake_daemon import FakeDaemon, play
 
-Script = list[Any]
-"""What one Watch call sends: batches, events of asyncio to wait for, then a status, or None to stay silent."""
-
-UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, ())
-
-
-def play(daemon: FakeDaemon, *scripts: Script) -> None:
-    """Each Watch call plays the next script."""
-    left = list(scripts)
-
-    async def watch(request: events_pb2.WatchRequest, context: Context) -> AsyncIterator[events_pb2.WatchBatch]:
-        for step in left.pop(0):
-            if step is None:
-                await asyncio.Event().wait()
-            elif isinstance(step, asyncio.Event):
-                await step.wait()
-            elif isinstance(step, events_pb2.WatchBatch):
-                yield step
-            else:
-                await context.abort(step[0], "as scripted", step[1])
-
-    daemon.answers["Watch"] = watch
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 def batch(first: int, last: int, *, shown: list[int] | None = None, epoch: int = 1, **more: Any) -> Any:
@@ -163,7 +141,7 @@ async def test_a_failure_during_a_cancelled_step_is_raised_by_the_next_one(
     daemon: FakeDaemon, client: kvtier.AsyncClient
 ) -> None:
     fail = asyncio.Event()
-    play(daemon, [batch(5, 5), fail, (grpc.StatusCode.PERMISSION_DENIED, ())])
+    play(daemon, [batch(5, 5), fail, grpc.StatusCode.PERMISSION_DENIED])
     async with client.watch(since=Cursor(1, 4)) as watch:
         await take(watch, 1)
         with pytest.raises(TimeoutError):

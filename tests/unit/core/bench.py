@@ -100,6 +100,12 @@ class Bench:
         self.apply(outcome)
         return ticket
 
+    def make_room(self, tier: Tier, count: int, after: str | None = None) -> TicketId:
+        """Reserves slots, and ends the moves that this takes."""
+        ticket = self.reserve(tier, count, after=after)
+        self.land()
+        return ticket
+
     def blank(self, tier: Tier, count: int, session: SessionId = ALICE) -> GroupGrant:
         """Reserves slots that must be granted without waiting."""
         return self.grants[self.reserve(tier, count, session)].only

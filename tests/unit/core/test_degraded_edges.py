@@ -31,8 +31,7 @@ def test_after_the_cool_down_victims_go_down_again() -> None:
     bench = degraded()
     bench.put("b")
     bench.now = 5 * SECOND
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert bench.where("b") == {HOST}
 
 

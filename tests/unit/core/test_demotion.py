@@ -25,8 +25,7 @@ def test_the_source_is_free_when_the_destination_is_ready_and_no_sooner() -> Non
 def test_a_block_goes_down_from_the_threshold_on(priority: int, found: set[int]) -> None:
     bench = Bench(device=1, host=1)
     bench.put("a", priority=priority)
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert bench.where("a") == found
 
 
@@ -37,8 +36,7 @@ def test_a_parent_goes_down_for_its_childs_sake() -> None:
     bench.put("c", HOST, under="b", priority=50)
     bench.move("b", DEVICE)
     bench.land()
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert bench.where("b") == {HOST}
 
 
@@ -55,6 +53,19 @@ def test_a_reserve_cascades_from_device_to_host_to_disk() -> None:
     bench.land_one()
     assert waiting in bench.grants
     assert (bench.where("a"), bench.where("b")) == ({DISK}, {HOST})
+
+
+def test_a_failed_demotion_leaves_the_source_as_it_was_and_says_nothing() -> None:
+    bench = Bench(device=1, host=1, policy=Policy(degrade_after=100))
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    bench.cancel(waiting)
+    told, slot = len(bench.events), bench.slot("a", DEVICE)
+    bench.land(failed="a")
+    assert bench.where("a") == {DEVICE}
+    assert bench.slot("a", DEVICE) == slot
+    assert len(bench.events) == told
+    assert bench.states(HOST) == {SlotState.FREE: 1}
 
 
 def test_a_failed_demotion_is_tried_again_while_somebody_waits() -> None:
@@ -101,6 +112,25 @@ def test_a_block_that_goes_to_disk_for_its_child_leaves_rather_than_another() ->
     assert (bench.where("a"), bench.where("x")) == ({DISK}, {DEVICE})
 
 
+def parent_above(leased: bool = False) -> Bench:
+    """The parent may not go down, its child is below: nothing but the subtree can make room."""
+    bench = Bench(device=1, host=1)
+    bench.put("a", HOST, priority=10)
+    bench.move("a", DEVICE)
+    bench.land()
+    lease = bench.store("b", HOST, under="a", priority=10)
+    if not leased:
+        bench.release(lease)
+    return bench
+
+
+def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
+    bench = parent_above()
+    told = len(bench.events)
+    assert bench.reserve(DEVICE, 1) in bench.grants
+    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, key) for key in "ba"]
+
+
 def test_a_subtree_that_goes_may_make_room_for_more_than_one() -> None:
     """Uses that are still on their way up have left the root behind its child."""
     bench = Bench(device=2, host=2, policy=Policy(blocks_a_call=1))
@@ -115,11 +145,8 @@ def test_a_subtree_that_goes_may_make_room_for_more_than_one() -> None:
     assert bench.stored() == ""
 
 
-def test_a_leased_descendant_protects_the_subtree() -> None:
-    bench = Bench(device=1, host=1)
-    bench.put("a", HOST, priority=10)
-    bench.move("a", DEVICE)
-    bench.land()
-    bench.store("b", HOST, under="a", priority=10)
-    assert bench.reserve(DEVICE, 1) in bench.refusals
+@pytest.mark.parametrize("leased", [True, False], ids=["a leased descendant", "new blocks that follow it"])
+def test_what_protects_the_subtree(leased: bool) -> None:
+    bench = parent_above(leased)
+    assert bench.reserve(DEVICE, 1, after=None if leased else "b") in bench.refusals
     assert bench.stored() == "ab"

@@ -175,8 +175,7 @@ def test_recovery_indexes_what_is_there_and_keeps_its_order_of_use() -> None:
     ]
     assert bench.core.match([GROUP], [key("a"), key("b")]).groups[0].residency == (DISK.bit, DISK.bit)
     bench.put("y")
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert bench.stored() == "aby"
 
 

@@ -25,8 +25,7 @@ def test_an_update_carries_the_residency_after_it_and_what_the_move_cost() -> No
     bench = Bench(device=1, host=1)
     bench.put("a", priority=40)
     bench.now = 77
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     event = bench.events[-1]
     assert (event.type, event.cause, event.time_ns) == (EventType.UPDATED, Cause.CAPACITY, 77)
     assert (event.moved_from, event.moved_to, event.moved_bytes) == (DEVICE, HOST, 4096)

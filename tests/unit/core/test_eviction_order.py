@@ -1,5 +1,8 @@
 """Who goes first: lowest effective priority, then least recently used, never a parent before its child."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,13 +13,25 @@ from kvtierd.core.ids import SlotId, Tier, Traits
 from tests.unit.core.bench import DEVICE, DISK, HOST, Bench, key
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    bench = Bench(device=3)
-    for name in "abc":
-        bench.put(name)
-    bench.touch("a")
-    bench.blank(DEVICE, 2)
-    assert bench.stored() == "a"
+@pytest.mark.parametrize(
+    ("chains", "used", "use", "wanted", "left"),
+    [
+        pytest.param("a b c", "a", Bench.touch, 2, "a", id="the least recently used"),
+        pytest.param("ab x", "ab", Bench.touch, 1, "ab", id="a touch of a child keeps its whole prefix"),
+        pytest.param("abc xy", "c", Bench.tell_read, 2, "abc", id="the last key that is read stands for its chain"),
+        pytest.param("a b c", "cba", Bench.tell_read, 1, "ab", id="of several the one read last stays longest"),
+        pytest.param("a b c", "cba", Bench.tell_read, 2, "a", id="and then the one read before it"),
+    ],
+)
+def test_the_least_recently_used_goes_first(
+    chains: str, used: str, use: Callable[[Bench, str], None], wanted: int, left: str
+) -> None:
+    bench = Bench(device=len(chains.replace(" ", "")))
+    for chain in chains.split():
+        bench.put(chain)
+    use(bench, used)
+    bench.blank(DEVICE, wanted)
+    assert bench.stored() == left
 
 
 def test_a_lower_priority_goes_before_a_longer_unused_block() -> None:
@@ -35,15 +50,6 @@ def test_a_chain_goes_leaf_first_though_all_of_it_was_used_at_once() -> None:
     bench.end()
     bench.blank(DEVICE, 2)
     assert bench.stored() == "a"
-
-
-def test_a_touch_of_a_child_keeps_its_whole_prefix() -> None:
-    bench = Bench(device=3)
-    bench.put("ab")
-    bench.put("x")
-    bench.touch("ab")
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "ab"
 
 
 def test_a_parent_ranks_as_high_as_its_most_important_child() -> None:
@@ -103,8 +109,7 @@ def test_the_first_victims_of_host_are_ready_above() -> None:
     bench.release(bench.lease(on_host), bench.lease(on_device))
     assert bench.where("b") == {DEVICE, HOST}
     bench.put("c")
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert (bench.where("a"), bench.where("b"), bench.where("c")) == ({HOST}, {DEVICE}, {HOST})
 
 
@@ -113,8 +118,7 @@ def test_the_first_victims_of_disk_are_ready_above() -> None:
     bench.acquire("b")
     bench.land()
     bench.put("c")
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert (bench.where("a"), bench.where("b"), bench.where("c")) == ({DISK}, {DEVICE}, {DISK})
 
 
@@ -123,8 +127,7 @@ def test_a_disk_copy_that_a_child_there_needs_is_no_victim_though_the_block_is_a
     bench.acquire("a")
     bench.land()
     bench.put("c", priority=90)
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert (bench.where("a"), bench.where("c"), bench.stored()) == ({DEVICE, DISK}, {DISK}, "acx")
 
 

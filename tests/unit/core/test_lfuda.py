@@ -1,5 +1,7 @@
 """The ``lfuda`` policy: blocks used more often stay longer, and uses are remembered after a block has left."""
 
+import pytest
+
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import DEVICE, HOST, Bench
 
@@ -17,8 +19,7 @@ def returned(device: int, host: int = 0) -> Bench:
 
 def fill(bench: Bench, names: str) -> None:
     for name in names:
-        bench.reserve(DEVICE, 1)
-        bench.land()
+        bench.make_room(DEVICE, 1)
         bench.commit(list(bench.grants.values())[-1].only, [(name, None, 35)])
         bench.release(*bench.core.leases)
 
@@ -31,20 +32,13 @@ def test_a_block_that_came_back_outlives_newer_ones_for_as_many_uses_as_the_tier
     assert "a" not in bench.stored()
 
 
-def test_so_does_one_that_was_found() -> None:
+@pytest.mark.parametrize(("uses", "newer"), [(1, "bcdefg"), (3, "bcdefghijklmn")])
+def test_so_does_one_that_was_found_and_each_use_counts(uses: int, newer: str) -> None:
     bench = Bench(device=4, policy=LFUDA)
     bench.put("a")
-    bench.touch("a")
-    fill(bench, "bcdefg")
-    assert "a" in bench.stored()
-
-
-def test_each_use_counts() -> None:
-    bench = Bench(device=4, policy=LFUDA)
-    bench.put("a")
-    for _ in range(3):
+    for _ in range(uses):
         bench.touch("a")
-    fill(bench, "bcdefghijklmn")
+    fill(bench, newer)
     assert "a" in bench.stored()
 
 

@@ -76,8 +76,7 @@ def test_the_other_tiers_go_on_without_it() -> None:
     bench = Bench(device=1, host=1, disk=1)
     bench.lose()
     bench.put("a")
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert bench.where("a") == {HOST}
 
 

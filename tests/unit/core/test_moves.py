@@ -94,6 +94,5 @@ def test_what_was_fetched_ahead_of_need_is_not_the_next_to_go() -> None:
     bench.put("y")
     bench.move("a", DEVICE)
     bench.land()
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert DEVICE in bench.where("a")

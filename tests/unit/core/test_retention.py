@@ -13,9 +13,12 @@ A_CALL = 4
 MS = 1_000_000
 
 
-def test_the_clock_starts_at_release() -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["given with the block", "given later"])
+def test_the_clock_starts_at_release(later: bool) -> None:
     bench = Bench(device=1)
-    lease = bench.store("a", priority=80, duration_ms=1000)
+    lease = bench.store("a") if later else bench.store("a", priority=80, duration_ms=1000)
+    if later:
+        bench.retain("a", 80, 1000)
     bench.pass_ms(5000)
     assert bench.priority("a") == 80
     bench.release(lease)
@@ -135,17 +138,6 @@ def test_new_values_override() -> None:
     bench.pass_ms(4999)
     assert bench.priority("a") == 60
     bench.pass_ms(1)
-    assert bench.priority("a") == 35
-
-
-def test_what_is_held_starts_its_clock_at_release() -> None:
-    bench = Bench(device=1)
-    lease = bench.store("a")
-    bench.retain("a", 80, 1000)
-    bench.pass_ms(3000)
-    assert bench.priority("a") == 80
-    bench.release(lease)
-    bench.pass_ms(1000)
     assert bench.priority("a") == 35
 
 

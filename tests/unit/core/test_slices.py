@@ -1,13 +1,13 @@
 """What a call does to a chain or a fan of any size: a slice of it, and the rest between other calls."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import pytest
 
 from kvtierd.core.block import Block
-from kvtierd.core.ids import TOKEN_BYTES, Key, Label
-from kvtierd.core.outcome import Outcome
+from kvtierd.core.ids import TOKEN_BYTES, Key, Label, SlotId
+from kvtierd.core.outcome import Outcome, SlotChanges
 from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
 from kvtierd.core.removal import Drop
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
@@ -170,12 +170,18 @@ def test_bytes_lost_at_the_root_of_a_large_tree(bench: Bench) -> None:
     assert bench.stored() == ""
 
 
-def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(bench: Bench) -> None:
-    slot = bench.slot(ROOT, HOST)
+def loss(bench: Bench, name: str) -> tuple[SlotId, Sequence[SlotChanges]]:
+    """Loses a block's bytes, whose descendants are left to go. Returns its slot, and what readers are told of slots."""
+    slot = bench.slot(name, HOST)
     assert slot is not None
-    outcome = bench.apply(bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now))
+    outcome = bench.apply(bench.core.lose_bytes(GROUP, key(name), HOST, slot, bench.now))
     assert bench.core.behind
-    assert any(slot in changes.begun for changes in outcome.slots), "nor does who reads without a call"
+    return slot, outcome.slots
+
+
+def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(bench: Bench) -> None:
+    slot, told = loss(bench, ROOT)
+    assert any(slot in changes.begun for changes in told), "nor does who reads without a call"
     (ticket,) = bench.acquire(ROOT, tier=HOST, min_blocks=1)
     assert ticket in bench.refusals
 
@@ -186,11 +192,8 @@ def test_nor_does_who_reads_without_a_call_while_they_are_being_copied() -> None
     bench.rest()
     bench.move("a", DISK)
     assert bench.moves
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    outcome = bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
-    assert bench.core.behind
-    assert any(slot in changes.begun for changes in outcome.slots)
+    slot, told = loss(bench, "a")
+    assert any(slot in changes.begun for changes in told)
 
 
 def test_nor_does_who_joins_a_lease_over_them() -> None:
@@ -236,11 +239,8 @@ def test_a_restart_does_not_find_lost_bytes_that_somebody_holds() -> None:
     bench = Bench(host=4, policy=Policy(blocks_a_call=2))
     bench.store("abcd", HOST)
     bench.rest()
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    outcome = bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
-    assert bench.core.behind
-    assert any(slot in changes.disowned for changes in outcome.slots)
+    slot, told = loss(bench, "a")
+    assert any(slot in changes.disowned for changes in told)
 
 
 @pytest.mark.parametrize("policy", RemotePolicy)
@@ -262,6 +262,15 @@ def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) ->
     _, outcome = bench.core.set_retention(GROUP, [key(ROOT)], [80], [1_000], bench.now)
     bench.apply(outcome)
     assert not any(content.ref.slot == slot for content in restated(outcome))
+
+
+def test_nothing_goes_down_on_top_of_bytes_that_are_lost() -> None:
+    bench = build("chain", host=300, disk=310)
+    bench.lose_bytes(ROOT, HOST)
+    waiting = bench.reserve(HOST, 100)
+    assert not bench.moves
+    bench.rest()
+    assert waiting in bench.grants
 
 
 def test_nor_is_anything_moved_there() -> None:

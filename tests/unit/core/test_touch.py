@@ -8,26 +8,6 @@ from kvtierd.core.policy import Policy, WriteMode
 from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
 
 
-def test_the_last_key_of_a_chain_stands_for_all_of_it() -> None:
-    bench = Bench(device=5)
-    bench.put("abc")
-    bench.put("xy")
-    bench.tell_read("c")
-    bench.blank(DEVICE, 2)
-    assert bench.stored() == "abc"
-
-
-def test_of_several_the_one_read_last_stays_longest() -> None:
-    bench = Bench(device=3)
-    for name in "abc":
-        bench.put(name)
-    bench.tell_read("cba")
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "ab"
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "a"
-
-
 def test_reads_are_counted_like_those_of_an_acquire() -> None:
     bench = Bench(device=2, host=2)
     bench.put("ab")

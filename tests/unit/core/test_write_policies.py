@@ -102,8 +102,7 @@ def test_selective_demotes_what_was_used_twice() -> None:
     bench.put("a")
     bench.touch("a")
     bench.land()
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert bench.where("a") == {HOST}
 
 
@@ -121,8 +120,7 @@ def test_what_was_found_on_disk_is_worth_keeping() -> None:
     (ticket,) = bench.acquire("a")
     bench.land()
     bench.release(bench.lease(ticket))
-    bench.reserve(DEVICE, 1)
-    bench.land()
+    bench.make_room(DEVICE, 1)
     assert HOST in bench.where("a")
 
 

@@ -74,33 +74,23 @@ async def test_a_grant_that_meets_a_waiter_cancelled_in_the_same_turn_goes_back(
     assert_nothing_held(house)
 
 
+@pytest.mark.parametrize("killed", [False, True])
 async def test_a_grant_set_but_not_delivered_goes_back_when_the_call_is_cancelled(
-    house: House, line: list[asyncio.Task[GroupGrant]]
+    house: House, line: list[asyncio.Task[GroupGrant]], killed: bool
 ) -> None:
+    """Also where its session has ended before."""
     granted: list[int] = []
 
     def cancel_between_grant_and_delivery() -> None:
         granted.append(house.engine.manager(CACHE).stats().held_by[SessionId(3)])
+        if killed:
+            house.engine.end_session(SessionId(3))
         line[1].cancel()
 
     line[0].cancel()
     asyncio.get_running_loop().call_soon(cancel_between_grant_and_delivery)
     await asyncio.wait(line)
     assert granted == [1]
-    assert line[1].cancelled()
-    assert_nothing_held(house)
-
-
-async def test_a_killed_client_whose_call_is_cancelled_after_its_session_ended(
-    house: House, line: list[asyncio.Task[GroupGrant]]
-) -> None:
-    def die() -> None:
-        house.engine.end_session(SessionId(3))
-        line[1].cancel()
-
-    line[0].cancel()
-    asyncio.get_running_loop().call_soon(die)
-    await asyncio.wait(line)
     assert line[1].cancelled()
     assert_nothing_held(house)
 

@@ -233,9 +233,9 @@ async def test_what_cannot_be_read_is_a_loss_and_not_the_end(tmp_path: Path, mon
         assert ids == first_to_last(now.hub._oldest_in_memory, 200)
 
 
-async def batches(now: Life, wanted: EventFilter, until: int) -> list[events_pb2.WatchBatch]:
+async def batches(now: Life, wanted: EventFilter, until: int, heartbeat_s: float = 0.01) -> list[events_pb2.WatchBatch]:
     got = []
-    async for raw in Watcher(now.hub, 1, 0, wanted, heartbeat_s=0.01).follow():
+    async for raw in Watcher(now.hub, 1, 0, wanted, heartbeat_s).follow():
         got.append(events_pb2.WatchBatch.FromString(raw))
         if got[-1].last_id >= until:
             break
@@ -266,11 +266,7 @@ async def test_a_watcher_covers_the_end_of_an_epoch_before_it_tells_of_the_next(
     async with life(tmp_path / "log", 2, 1001, 1000) as now:
         await now.publish(10, lambda number: event(number, cache=2))
         wanted = EventFilter.of(events_pb2.WatchFilter(caches=["two"]))
-        got = []
-        async for raw in Watcher(now.hub, 1, 0, wanted, heartbeat_s=3600).follow():
-            got.append(events_pb2.WatchBatch.FromString(raw))
-            if got[-1].last_id == 1010:
-                break
+        got = await batches(now, wanted, 1010, heartbeat_s=3600)
     assert [(batch.epoch, batch.first_id, batch.last_id) for batch in got if not batch.HasField("gap")][-2:] == [
         (1, 1, 100),
         (2, 1001, 1010),

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import warnings
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ async def daemon(short_dir: Path) -> AsyncIterator[Daemon]:
         yield daemon
 
 
-def header(cache: int, keys: Sequence[bytes] = KEYS) -> transfer_pb2.PutChunk:
+def header(cache: int, keys: Sequence[bytes]) -> transfer_pb2.PutChunk:
     commit = blocks_pb2.CommitRequest(cache_id=cache, keys=b"".join(keys), parents=parents_of(keys))
     sums = xxhash.xxh3_128_digest(bytes(SPEC.block_bytes(0))) * len(keys)
     return transfer_pb2.PutChunk(header=transfer_pb2.PutHeader(commit=commit, tier=HOST, checksums=sums))
@@ -44,25 +44,23 @@ async def held(client: Client) -> int:
     return sum(tier.held for cache in stats.caches for tier in cache.tiers)
 
 
-async def test_a_sender_that_never_ends_is_given_up(daemon: Daemon) -> None:
+@asynccontextmanager
+async def sending(daemon: Daemon, keys: Sequence[bytes] = KEYS) -> AsyncIterator[tuple[Client, int, Any]]:
+    """A client, its cache, and a call that has told what blocks it will send."""
     async with attached(daemon) as client:
         cache = await client.open()
         call = stub(client).Put(metadata=client.metadata)
-        await call.write(header(cache))
-        await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(data=b"\0" * 16)))
+        await call.write(header(cache, keys))
+        yield client, cache, call
+
+
+@pytest.mark.parametrize("nbytes", [16, 2 * SPEC.block_bytes(0)], ids=["a few bytes", "all bytes"])
+async def test_a_sender_that_never_ends_is_given_up(daemon: Daemon, nbytes: int) -> None:
+    async with sending(daemon) as (client, cache, call):
+        await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(data=bytes(nbytes))))
         code, detail = await refusal(call)
         assert (code, detail.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED")
         assert await held(client) == 0
-
-
-async def test_a_sender_whose_bytes_are_complete_must_end_too(daemon: Daemon) -> None:
-    async with attached(daemon) as client:
-        cache = await client.open()
-        call = stub(client).Put(metadata=client.metadata)
-        await call.write(header(cache))
-        data = bytes(2 * SPEC.block_bytes(0))
-        await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(data=data)))
-        assert (await refusal(call))[1].reason == "STALLED"
         match = blocks_pb2.MatchRequest(cache_id=cache, keys=b"".join(KEYS))
         assert (await client.call(client.blocks.Match, match)).blocks == 0
 
@@ -75,10 +73,7 @@ def piece(start: int, stop: int) -> transfer_pb2.PutChunk:
 
 async def test_a_sender_that_trickles_is_given_up(daemon: Daemon) -> None:
     """A byte at a time is a message at a time, but at no pace that slots are held for."""
-    async with attached(daemon) as client:
-        cache = await client.open()
-        call = stub(client).Put(metadata=client.metadata)
-        await call.write(header(cache))
+    async with sending(daemon) as (client, _, call):
         sent = 0
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the call may be over before the test looks
             while sent < 2000 and not call.done():
@@ -94,10 +89,7 @@ async def test_a_sender_that_keeps_the_pace_may_take_longer(short_dir: Path) -> 
     idle_s = 1.0
     keys = chain(64)
     settings = config(short_dir, device=0, host=len(keys), transfer_idle_seconds=idle_s)
-    async with running(settings) as daemon, attached(daemon) as client:
-        cache = await client.open()
-        call = stub(client).Put(metadata=client.metadata)
-        await call.write(header(cache, keys))
+    async with running(settings) as daemon, sending(daemon, keys) as (_, _, call):
         for block in range(len(keys)):
             await asyncio.sleep(1.5 * idle_s / len(keys))
             await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=block, data=BLOCK)))
