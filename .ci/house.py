@@ -24,7 +24,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "modules": 250,
     "modules over 600 lines": 0,
     "production lines": 53_000,
-    "test lines": 62_180,  # at most 62,000 when all open issues are done
+    "test lines": 62_000,  # at most 62,000 when all open issues are done
     "docs words": 20_000,
     "kvtier bench lines": 880,
     "benchmarks lines": 930,
