@@ -215,6 +215,11 @@ class Chains:
 
     def prefix_length(self, keys: bytes, groups: Sequence[int]) -> int | None:
         """The longest prefix of the chain that these groups can serve together."""
+        walked = self._walk(keys, groups)
+        return None if walked is None else walked[0]
+
+    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, NDArray[np.uint8]]] | None:
+        """The longest prefix, and the residencies that it needs in the groups where they are known."""
         bound, others = len(keys) // KEY_BYTES, list[int]()
         for group in groups:
             if self._bits is not None or not self.attentions[group].chained:
@@ -223,25 +228,28 @@ class Chains:
                 return None
             else:
                 bound = length
-        if all(self._needed(keys, group, bound).all() for group in others):
-            return bound
+        known = {group: self._needed(keys, group, bound) for group in others}
+        if all(residency.all() for residency in known.values()):
+            return bound, known
         found = [(self.attentions[group], self.find(keys[: bound * KEY_BYTES], group)) for group in others]
         length = longest(bound, ((attention, each.residency != 0) for attention, each in found))
         most = longest(bound, ((attention, (each.residency != 0) | ~each.sure) for attention, each in found))
-        return length if length == most else None
+        return (length, {}) if length == most else None
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
         for _ in range(_TRIES):
             as_of = Cursor(*self._index.shown())
-            length = self.prefix_length(keys, groups)
-            if length is None:
+            walked = self._walk(keys, groups)
+            if walked is None:
                 return None
+            length, known = walked
             spans = tuple(
-                GroupSpan(group, needed.first, self._needed(keys, group, length).tobytes(), needed.sinks)
+                GroupSpan(group, needed.first, residency.tobytes(), needed.sinks)
                 for group in groups
                 for needed in [self.attentions[group].needs(length)]
+                for residency in [known[group] if group in known else self._needed(keys, group, length)]
             )
-            if all(all(span.residency) for span in spans):  # else a block has left meanwhile
+            if all(0 not in span.residency for span in spans):  # else a block has left meanwhile
                 return Match(length, spans, as_of)
         return None
 
