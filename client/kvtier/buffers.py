@@ -111,7 +111,7 @@ def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None =
 def _readable(block: Block, field: str, after: _Reached) -> Row:
     if isinstance(block, DeviceBytes):
         return block
-    if is_tensor(block) or is_cuda_array(block):
+    if not isinstance(block, np.ndarray) and (is_tensor(block) or is_cuda_array(block)):
         there = after.on_gpu(block)
         if there is not None:
             return there
@@ -179,7 +179,7 @@ def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequen
     require_kind(field, blocks, Sized)
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
-    each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, bytes | bytearray) else one for one in blocks]
+    each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, (bytes, bytearray)) else one for one in blocks]
     for index, block in enumerate(each):
         nbytes = nbytes_of(block) if is_cuda_array(block) else getattr(block, "nbytes", None)
         if nbytes is None:

@@ -25,6 +25,7 @@ from kvtier.buffers import Rows
 from kvtier.errors import InvalidArgument, require_kind
 from kvtier.retention import BlockRetention
 from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
+from kvtier.v1 import blocks_pb2
 from kvtier.wire import GroupSpan, Location, Match, locations, packed_keys, split_keys
 
 
@@ -184,12 +185,27 @@ class ChainPart:
         return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
 
     def only(self, places: Sequence[int]) -> ChainPart:
+        """The part of these ascending places."""
+        if len(places) == len(self.chain):
+            return self
         return ChainPart(
             [self.chain[place] for place in places],
             buffers.picked(self.blocks, np.array(places, np.intp)),
             [self.parents[place] for place in places],
             self.kept.only(places),
             self.prompt,
+        )
+
+    def commit(self, options: CacheOptions, **more: Any) -> blocks_pb2.CommitRequest:
+        """The request to commit the part. ``more``: further fields."""
+        keys = b"".join(self.chain)
+        return blocks_pb2.CommitRequest(
+            keys=keys,
+            parents=b"".join(self.parents),
+            priorities=self.kept.priorities,
+            durations_ms=self.kept.durations_ms,
+            **(self.prompt.told(keys, options) if self.prompt is not None else {}),
+            **more,
         )
 
 

@@ -67,7 +67,8 @@ class MappedCopies:
             await buffers.run_copy(copy, len(lease) * cache.block_bytes, waits=memory.waits(part.blocks))
             return await self._book.store(lease, part, timeout)
         finally:
-            await self._book.release([lease], PASSED, timeout)
+            if not lease.released:
+                await self._book.release([lease], PASSED, timeout)
 
     async def get(
         self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
@@ -225,25 +226,15 @@ class StreamedCopies:
         return max(1, MAX_PART_BYTES // cache.block_bytes)
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-        keys = b"".join(part.chain)
-        parents = b"".join(part.parents)
         blocks = await _gathered(part.blocks)
         checksums = b"".join(await digests_of(blocks))
-        self._binder.asked.stored(keys)
+        self._binder.asked.stored(part.chain[-1])
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()
         wait_ns = deadline.wait_ns()
 
         def header(binding: Binding) -> transfer_pb2.PutHeader:
             # A repeated call must be identical to the byte.
-            commit = blocks_pb2.CommitRequest(
-                cache_id=binding.cache_id,
-                keys=keys,
-                parents=parents,
-                priorities=part.kept.priorities,
-                durations_ms=part.kept.durations_ms,
-                seq=seq,
-                **(part.prompt.told(keys, binding.info.options) if part.prompt is not None else {}),
-            )
+            commit = part.commit(binding.info.options, cache_id=binding.cache_id, seq=seq)
             return transfer_pb2.PutHeader(
                 commit=commit, group=cache.group, tier=tier_to_wire(tier), checksums=checksums, timeout_ns=wait_ns
             )

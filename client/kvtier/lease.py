@@ -32,6 +32,7 @@ from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier
 if TYPE_CHECKING:
     import torch
 
+_RESULTS: Final = {int(result): result for result in BlockResult}
 STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 
@@ -88,6 +89,9 @@ class Lease(Hold):
         self._exposed = False
         """Whether the caller has seen the slots, and may use them without this object."""
         self.binding = binding
+        mapped = binding.mapped
+        self.memory: Final = mapped.memory(tier) if mapped is not None and tier in mapped.tiers else None
+        """The mapped memory of the slots; None if they are not mapped."""
         self.released = lease_id == 0
         self._book = book
         self._blank = [self._starts_blank] * len(slots)
@@ -118,12 +122,6 @@ class Lease(Hold):
     @property
     def arena(self) -> MappedArena:
         return self.binding.arena
-
-    @property
-    def memory(self) -> Memory | None:
-        """The mapped memory of the slots; None if they are not mapped."""
-        mapped = self.binding.mapped
-        return mapped.memory(self.tier) if mapped is not None and self.tier in mapped.tiers else None
 
     def view(self, index: int) -> list[View]:
         """The bytes of a slot in place, one view per pool, read-only unless the slot is blank.
@@ -469,9 +467,9 @@ class LeaseBook:
     async def store(self, lease: WriteLease, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Commits a piece of a chain in the first slots of a lease, and ends the lease."""
         lease.require_live()
-        info, keys = lease.binding.info, b"".join(part.chain)
-        request = commit_request(info, keys, lease.slots, None, part.parents, None, part.kept, part.prompt, True)
-        request.ahead = self._binder.slots_ahead.wanted(lease.cache.group, lease.tier, len(part.chain))
+        ahead = self._binder.slots_ahead.wanted(lease.cache.group, lease.tier, len(part.chain))
+        slots = lease.slots[: len(part.chain)]
+        request = part.commit(lease.binding.info.options, slots=slots, release=True, ahead=ahead)
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(
@@ -494,7 +492,7 @@ class LeaseBook:
             self._ending.add(lease)
         await self._binder.ahead()
         slots = set(request.slots)
-        blank = [index for index in lease.blank if lease.slots[index] in slots]
+        blank = [index for index in lease.blank if lease._slots[index] in slots]
         try:
             reply = await self._session.call(attempt, deadline)
         except (*UNHEARD, errors.KvtierError) as error:
@@ -512,7 +510,7 @@ class LeaseBook:
             self._ending.discard(lease)
         if reply.HasField("ahead"):
             self._binder.slots_ahead.keep(lease.cache.group, lease.tier, lease.binding, reply.ahead)
-        return [BlockResult(result) for result in reply.results]
+        return [_RESULTS[result] for result in reply.results]
 
     @property
     def out(self) -> list[Lease]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -184,8 +184,9 @@ class Session:
                         await asyncio.sleep(backoff.next())
                     link = await self._link_within(self._wait if wait is None else wait, failure)
                     failure = None
-                    with self._listening(scope):
-                        return await self._answer(attempt, link)
+                    self._waiting.add(scope)  # so that it ends if the daemon falls silent
+                    self._start_listening()
+                    return await self._answer(attempt, link)
             except _LinkBroke as broke:
                 failure = broke.failure
             except TimeoutError:
@@ -197,6 +198,8 @@ class Session:
                     f"the daemon at {self.address} did not answer in time", reason="DEADLINE"
                 )
                 raise failure or (late if link is not None else self._unavailable()) from None
+            finally:
+                self._waiting.discard(scope)
 
     async def _answer(self, attempt: Callable[[Link], Awaitable[T]], link: Link) -> T:
         """Runs an attempt. Raises :class:`_LinkBroke` if the link breaks, and the errors of the daemon's answer."""
@@ -220,16 +223,6 @@ class Session:
             raise _LinkBroke(self.channel_closed_by(error)) from error
         self._answered()
         return answer
-
-    @contextmanager
-    def _listening(self, scope: asyncio.Timeout) -> Iterator[None]:
-        """Ends the scope if the daemon falls silent."""
-        self._waiting.add(scope)
-        self._start_listening()
-        try:
-            yield
-        finally:
-            self._waiting.discard(scope)
 
     async def link(self) -> Link:
         while (link := self.live_link) is None:

@@ -29,7 +29,7 @@ class CudaArray(Protocol):
 
 def is_cuda_array(value: object) -> TypeGuard[CudaArray]:
     """Whether the value is a GPU array other than a torch tensor."""
-    return not is_tensor(value) and not isinstance(value, np.ndarray) and isinstance(value, CudaArray)
+    return not isinstance(value, np.ndarray) and not is_tensor(value) and isinstance(value, CudaArray)
 
 
 OnGpu: TypeAlias = "torch.Tensor | CudaArray"

@@ -174,7 +174,7 @@ def _taken(blocks: Pages, memory: Memory) -> tuple[Gpu, Pages]:
 def _any_on_gpu(blocks: Rows) -> bool:
     if isinstance(blocks, Pages):
         return blocks.planes.on_gpu
-    return not isinstance(blocks, np.ndarray) and any(isinstance(block, DeviceBytes) for block in blocks)
+    return not isinstance(blocks, np.ndarray) and DeviceBytes in map(type, blocks)
 
 
 def _by_gpu(
