@@ -67,8 +67,7 @@ class MappedCopies:
             await buffers.run_copy(copy, len(lease) * cache.block_bytes, waits=memory.waits(part.blocks))
             return await self._book.store(lease, part, timeout)
         finally:
-            if not lease.released:
-                await self._book.release([lease], PASSED, timeout)
+            await self._book.release([lease], PASSED, timeout)
 
     async def get(
         self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
