@@ -114,7 +114,8 @@ async def test_a_get_fills_the_pages_of_the_sinks_and_the_window(cache):
 async def test_a_use_of_the_window_is_one_of_the_sinks(start_for):
     """The host tier is full of other blocks: those go that no sequence in use needs."""
     daemon = start_for(SPEC, host=8)
-    async with opened_cache(daemon.address, "used", wait=PATIENCE_S, budgets=by_hand(SPEC, host=8)) as (_, cache):
+    budgets = by_hand(SPEC, host=8)
+    async with opened_cache(daemon.address, "used", spec=SPEC, wait=PATIENCE_S, budgets=budgets) as (_, cache):
         await cache.put(KEYS[:SINKS], content(SPEC, WINDOW, KEYS[:SINKS]))
         await cache.put(KEYS[FIRST:], content(SPEC, WINDOW, KEYS[FIRST:]), parent=KEYS[FIRST - 1])
         for number in range(4):
