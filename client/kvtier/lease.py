@@ -32,7 +32,6 @@ from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier
 if TYPE_CHECKING:
     import torch
 
-_RESULTS: Final = {int(result): result for result in BlockResult}
 STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 
@@ -510,7 +509,7 @@ class LeaseBook:
             self._ending.discard(lease)
         if reply.HasField("ahead"):
             self._binder.slots_ahead.keep(lease.cache.group, lease.tier, lease.binding, reply.ahead)
-        return [_RESULTS[result] for result in reply.results]
+        return [BlockResult(result) for result in reply.results]
 
     @property
     def out(self) -> list[Lease]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ async def test_status(daemon, client, cache):
         for each in (cache.name, "device: stand-in", "healthy"):
             assert each in text
         (log,) = [line for line in text.splitlines() if line.startswith("event log: ")]
-        assert ", events " in log and " to " in log and log.endswith(" s ago")
+        assert re.fullmatch(r"event log: .+, events \d+ to \d+, oldest (\d{1,3} s|\d+:\d\d:\d\d) ago", log)
         assert ["tier", "filled", "of", "given", "out", "slots"] in [line.split()[:6] for line in text.splitlines()]
         assert " \n" not in text, "cells are padded at the end of a line"
 
