@@ -462,6 +462,7 @@ class BlockManager:
         """Applies the passage of time: like any call, ends due retentions; tries failed deletions and edges again."""
         for window in self.windows.values():
             window.state.retire_again(now)
+            window.forget_ahead(now)
         return self._outcome(now)
 
     @property

@@ -22,6 +22,8 @@ from kvtierd.core.transfers import BlockResult, Transfers
 
 _LEASES_AHEAD: Final = 8
 """Number of leases ahead for which slots are freed at once."""
+_KEPT_AHEAD_NS: Final = 1_000_000_000
+"""Time for which a request waits for slots leased ahead. Clients give them back sooner."""
 
 
 class WindowManager:
@@ -225,6 +227,12 @@ class WindowManager:
         if self.state.slots[tier].free < count:
             self.short[tier] = _LEASES_AHEAD * count, after
         return lease
+
+    def forget_ahead(self, now: int) -> None:
+        """Lets no request wait any longer for slots that their session, maybe stopped, keeps beyond its time."""
+        for leases in self.ahead.values():
+            for lease in [lease for lease in leases.values() if now > lease.granted_at + _KEPT_AHEAD_NS]:
+                del leases[lease.id]
 
     def refill(self, now: int) -> None:
         """Frees slots for the next leases ahead."""

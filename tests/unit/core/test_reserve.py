@@ -56,6 +56,16 @@ def test_a_request_waits_for_no_slots_of_a_client_that_is_gone() -> None:
     assert bench.reserve(DEVICE, 4, BOB) in bench.refusals
 
 
+def test_a_request_waits_a_second_for_slots_that_a_stopped_client_keeps() -> None:
+    bench = Bench(device=4, policy=Policy(ahead_share=2))
+    bench.lease_ahead(DEVICE, 1, after="a")
+    waiting = bench.reserve(DEVICE, 4, BOB)
+    bench.pass_ms(1000)
+    assert not bench.answered(waiting)
+    bench.pass_ms(1)
+    assert waiting in bench.refusals
+
+
 def test_after_a_lease_ahead_slots_are_freed_for_the_next() -> None:
     """Between the calls, so that no call waits for it."""
     bench = Bench(device=16, policy=Policy(ahead_share=4))
