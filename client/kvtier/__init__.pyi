@@ -69,6 +69,7 @@ from kvtier.types import (
     WriteTicket as WriteTicket,
 )
 from kvtier.memory.planes import Planes as Planes
+from kvtier.verbs import Hint as Hint, HintOutcome as HintOutcome, HintResult as HintResult
 from kvtier.watch import Watch as Watch
 from kvtier.wire import (
     Location as Location,

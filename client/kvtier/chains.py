@@ -204,6 +204,7 @@ class ChainPart:
             parents=b"".join(self.parents),
             priorities=self.kept.priorities,
             durations_ms=self.kept.durations_ms,
+            conversation=self.kept.conversation,
             **(self.prompt.told(keys, options) if self.prompt is not None else {}),
             **more,
         )

@@ -109,6 +109,8 @@ async def put(
     step, count = pieces(cache, tier, way), len(whole.chain)
     results, again = [BlockResult.EXISTS] * count, True
     places = absent()
+    if whole.kept.conversation and places is not None and count - 1 not in places:
+        places = [*places, count - 1]  # only a commit tells the daemon how far the conversation has got
     left = deque(range(count) if places is None else places)
     while left:
         places = [left.popleft() for _ in range(min(step, len(left)))]

@@ -23,6 +23,7 @@ MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
 _MAX_MIN_BLOCKS: Final = 16_384
 """Most keys of a call."""
+MAX_TAG_BYTES: Final = 128
 UNCHANGED: Final = 255
 """In place of a priority on the wire: the block keeps its retention."""
 
@@ -43,7 +44,8 @@ class Retention:
     """Priorities of the blocks of a sequence, and how long they last.
 
     ``prompt_tokens``: length of the prompt; later tokens are generated and take the ``decode_…`` values; None = all
-    tokens are the prompt's. ``first_token``: position in the sequence where the first block begins. Raises
+    tokens are the prompt's. ``first_token``: position in the sequence where the first block begins. ``conversation``:
+    the tag of the conversation that has the sequence, at most 128 bytes: see :class:`kvtier.Hint`. Raises
     :class:`InvalidArgument` for ranges that are empty, overlap or are out of order, and for values out of range.
     """
 
@@ -52,8 +54,10 @@ class Retention:
     decode_duration_s: float | None = None
     prompt_tokens: int | None = None
     first_token: int = 0
+    conversation: bytes | str = b""
 
     def __post_init__(self) -> None:
+        conversation_tag(self.conversation)
         end: int | None = 0
         require_kind("ranges", self.ranges, Sequence)
         for index, each in enumerate(self.ranges):
@@ -78,7 +82,8 @@ class Retention:
     def of_blocks(self, count: int, tokens_per_block: int, outside: int = DEFAULT_PRIORITY) -> BlockRetention:
         """The retention of the next ``count`` blocks. ``outside``: priority of blocks in no range."""
         chosen = [self._of_token(self.first_token + block * tokens_per_block, outside) for block in range(count)]
-        return BlockRetention(bytes(p for p, _ in chosen), tuple(d for _, d in chosen))
+        tag = conversation_tag(self.conversation)
+        return BlockRetention(bytes(p for p, _ in chosen), tuple(d for _, d in chosen), tag)
 
     def _of_token(self, token: int, outside: int) -> tuple[int, int]:
         if self.prompt_tokens is not None and token >= self.prompt_tokens:
@@ -96,16 +101,18 @@ def _check_token(field: str, value: int | None) -> None:
 
 @dataclass(slots=True, frozen=True)
 class BlockRetention:
-    """A priority and a duration (0 = for ever) per block, as on the wire."""
+    """A priority and a duration (0 = for ever) per block, and the tag of a conversation, as on the wire."""
 
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
+    conversation: bytes = b""
 
     def only(self, blocks: Sequence[int]) -> BlockRetention:
         """The retention of these blocks. Missing priorities or durations stay missing."""
         return BlockRetention(
             bytes(self.priorities[block] for block in blocks if self.priorities),
             tuple(self.durations_ms[block] for block in blocks if self.durations_ms),
+            self.conversation,
         )
 
 
@@ -127,6 +134,15 @@ def block_retention(
 def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
     """Priorities, one byte per block, from one for all or one per block; empty for None."""
     return bytes(_each("priorities", count, priorities, check_priority))
+
+
+def conversation_tag(tag: bytes | str) -> bytes:
+    """Checks a conversation's tag. Raises :class:`InvalidArgument`."""
+    require_kind("conversation", tag, bytes, str)
+    packed = tag.encode() if isinstance(tag, str) else tag
+    if len(packed) > MAX_TAG_BYTES:
+        raise InvalidArgument("conversation", f"{len(packed)} bytes", f"at most {MAX_TAG_BYTES} bytes")
+    return packed
 
 
 def check_priority(field: str, value: int) -> int:
@@ -166,5 +182,9 @@ def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tok
     require_kind("retention", retention, Retention, type(None))
     kept = BlockRetention() if retention is None else retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
-        keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms
+        keys=keys,
+        min_blocks=min_blocks,
+        priorities=kept.priorities,
+        durations_ms=kept.durations_ms,
+        conversation=kept.conversation,
     )

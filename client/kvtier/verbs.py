@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import Any, Final, Self
 
 from kvtier import wire
@@ -10,12 +12,90 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.chains import Prompt
 from kvtier.deadline import Deadline, in_turn
-from kvtier.errors import require_kind, require_within
+from kvtier.errors import InvalidArgument, require_kind, require_within
 from kvtier.reading import Reader
-from kvtier.retention import each_duration_ms, each_priority
+from kvtier.retention import (
+    MAX_TOKEN,
+    check_priority,
+    conversation_tag,
+    duration_ms,
+    each_duration_ms,
+    each_priority,
+)
 from kvtier.transport import Stubs
-from kvtier.types import ROOT_PARENT, AnyTier, BlockResult, Cursor
-from kvtier.v1 import blocks_pb2
+from kvtier.types import DEFAULT_PRIORITY, ROOT_PARENT, AnyTier, BlockResult, Cursor
+from kvtier.v1 import blocks_pb2, common_pb2
+
+MAX_HINTS: Final = 256
+MAX_VERSION: Final = (1 << 32) - 1
+
+
+class HintOutcome(IntEnum):
+    """``DEFERRED``: begun, and events tell of its effects. ``MISSING``: no block of the target is stored."""
+
+    ACCEPTED = 1
+    CLIPPED = 2
+    DEFERRED = 3
+    REJECTED = 4
+    MISSING = 5
+
+
+@dataclass(slots=True, frozen=True)
+class HintResult:
+    """``reason``: of every outcome but ``ACCEPTED``. ``blocks``: number of blocks that the hint was carried out for."""
+
+    outcome: HintOutcome
+    reason: str
+    blocks: int
+
+
+@dataclass(slots=True, frozen=True)
+class Hint:
+    """What a client knows of the future of blocks: of ``keys``, or of a conversation, see :class:`kvtier.Retention`.
+
+    ``action``: ``reached``: nothing but how far the conversation has got, ``retain`` at ``priority``, ``pin`` in
+    ``tier``, ``prefetch`` into it, ``demote`` to it, ``end``: they will not be asked for again, ``return``: they will
+    be, in ``for_s`` seconds. ``tokens``: a conversation's blocks within this half-open range. ``for_s``: at most an
+    hour; None: an hour. With ``keys`` and ``conversation``, the conversation has got as far as the last key.
+    """
+
+    action: str
+    conversation: bytes | str = b""
+    keys: wire.Keys = b""
+    tokens: tuple[int, int | None] = (0, None)
+    tier: AnyTier | None = None
+    priority: int = DEFAULT_PRIORITY
+    for_s: float | None = None
+    version: int = 1
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **more: Any) -> Self:
+        """Makes a hint of JSON values. Raises :class:`InvalidArgument`."""
+        require_kind("hint", given, Mapping)
+        if unknown := sorted(set(given) - {each.name for each in fields(cls)}):
+            raise InvalidArgument(f"hint.{unknown[0]}", given[unknown[0]], "left out: a hint has no such field")
+        return cls(**{"action": "", **given, **more})
+
+    def message(self) -> blocks_pb2.Hint:
+        """The hint on the wire. Raises :class:`InvalidArgument`."""
+        require_kind("hint.action", self.action, str)
+        require_kind("hint.tokens", self.tokens, Sequence)
+        if len(self.tokens) != 2:
+            raise InvalidArgument("hint.tokens", self.tokens, "a half-open range: its start, and its end or None")
+        first, end = self.tokens
+        if end is not None:
+            require_within("hint.tokens[1]", end, first + 1, MAX_TOKEN, "more than the start of the range")
+        return blocks_pb2.Hint(
+            action=self.action,
+            version=require_within("hint.version", self.version, 0, MAX_VERSION),
+            keys=wire.packed_keys(self.keys),
+            conversation=conversation_tag(self.conversation),
+            first_token=require_within("hint.tokens[0]", first, 0, MAX_TOKEN),
+            end_token=end or 0,
+            tier=common_pb2.TIER_UNSPECIFIED if self.tier is None else wire.tier_to_wire(self.tier),
+            priority=check_priority("hint.priority", self.priority),
+            for_ms=duration_ms("hint.for_s", self.for_s),
+        )
 
 
 class PageIterator:
@@ -275,6 +355,25 @@ class GroupVerbs(PrefixVerbs):
     async def unpin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
         """Undoes one pin of each block. Result NOT_PINNED for a block without a pin."""
         return await self._pin(keys, tier, True, timeout)
+
+    async def hint(self, *hints: Hint, timeout: float | None = None) -> list[HintResult]:
+        """Tells the daemon the future of blocks, in every window group. Returns a result per hint.
+
+        A hint that cannot be carried out has an outcome, and changes nothing. Raises :class:`InvalidArgument`.
+        """
+        require_within("hints", len(hints), 1, MAX_HINTS, f"1 to {MAX_HINTS} hints")
+        request = blocks_pb2.HintRequest(hints=[each.message() for each in hints], seq=self._binder.session.next_seq())
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Hint, request, self._deadline(timeout))
+        return [wire.same_fields(HintResult, each) for each in reply.results]
+
+    async def keep(
+        self, keys: wire.Keys, tier: AnyTier, for_s: float = 600.0, *, timeout: float | None = None
+    ) -> HintResult:
+        """Brings blocks into a tier and keeps them there for a time, as far as the client's bounds allow."""
+        packed = wire.packed_keys(keys)
+        await self.move(packed, tier, timeout=timeout)
+        (result,) = await self.hint(Hint("pin", keys=packed, tier=tier, for_s=for_s), timeout=timeout)
+        return result
 
     async def reset(
         self, *, force: bool = False, dry_run: bool = False, repeats: int = 0, timeout: float | None = None

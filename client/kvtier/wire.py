@@ -473,6 +473,7 @@ def commit_request(
         parents=parents_of_all,
         priorities=kept.priorities,
         durations_ms=kept.durations_ms,
+        conversation=kept.conversation,
         release=release,
         **(prompt.told(packed, info.options) if prompt is not None and count else {}),
     )

@@ -26,6 +26,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "drop": "blocks",
     "explain": "explain",
     "get": "payload",
+    "hint": "blocks",
     "install-service": "service",
     "kick": "status",
     "leases": "status",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,8 @@ from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, 
 from kvtier.cli.output import KEPT, show
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import InvalidArgument, NotFound
-from kvtier.types import TIERS, BlockResult, Tier, tiers_of
+from kvtier.types import DEFAULT_PRIORITY, TIERS, BlockResult, Tier, tiers_of
+from kvtier.verbs import Hint, HintResult
 from kvtier.wire import ListedBlock, key_prefix
 
 if TYPE_CHECKING:
@@ -215,6 +216,53 @@ def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> Non
 
     daemon.ask(lambda client: _in_group(client, cache, group, unpinned))
     outcome.tell(form)
+
+
+@command()
+@address_option
+@cache_argument
+@click.argument("action")
+@click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]...")
+@click.option("--conversation", default="", metavar="TAG", help="Its blocks, or with KEYs how far it has got.")
+@click.option(
+    "--tokens", nargs=2, type=int, default=(0, 0), metavar="START END", help="Of the conversation; END 0: all."
+)
+@click.option("--tier", type=_TIERS, help="For pin, prefetch and demote.")
+@click.option("--priority", type=int, default=DEFAULT_PRIORITY, help="For retain.")
+@click.option("--for", "seconds", type=TimeType(), metavar="TIME", help="Such as 30s or 10m; at most an hour.")
+@_OUTPUT
+def hint(
+    daemon: DaemonAt,
+    cache: str,
+    action: str,
+    keys: Sequence[bytes],
+    conversation: str,
+    tokens: tuple[int, int],
+    tier: str | None,
+    priority: int,
+    seconds: float | None,
+    form: str,
+) -> None:
+    """Tell the daemon the future of blocks.
+
+    An ACTION is reached, retain, pin, prefetch, demote, end or return. Exit status 1 if the hint is rejected, or none
+    of its blocks is stored.
+    """
+    results: list[HintResult] = []
+
+    async def told(client: AsyncClient, at: Cache) -> None:
+        whole = b"".join(await _whole(client, cache, keys))
+        results.extend(
+            await at.hint(Hint(action, conversation, whole, (tokens[0], tokens[1] or None), tier, priority, seconds))
+        )
+
+    daemon.ask(lambda client: _in_group(client, cache, 0, told))
+    (result,) = results
+    name = result.outcome.name.lower()
+    says = f"{cache}: {action}: {name}, {result.blocks} blocks" + f": {result.reason}" * bool(result.reason)
+    show(form, {**asdict(result), "outcome": name}, says)
+    if name in ("rejected", "missing"):
+        raise SystemExit(1)
 
 
 @click.group(cls=CommandGroup)

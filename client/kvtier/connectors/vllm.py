@@ -46,6 +46,7 @@ from kvtier.connectors.vllm_layout import layout_of, require_supported, states_o
 from kvtier.connectors.vllm_stats import KvtierMetrics, KvtierStats, NewCounts
 from kvtier.deadline import StreamObject
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
+from kvtier.engine.hints import RequestHints
 from kvtier.engine.log import below
 from kvtier.engine.work import NO_PAGE, Save
 from kvtier.errors import CallerError
@@ -395,12 +396,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         name = request.request_id
         self._extend(known)
-        held = self._planner.finished(name, _Tables(self._groups, lambda: block_ids, self._finished_states(known)))
+        actions = request.kv_hints.actions if request.kv_hints is not None else ()
+        hints = RequestHints.of(request.kv_transfer_params, actions, request.session_id)
+        tables = _Tables(self._groups, lambda: block_ids, self._finished_states(known))
+        held = self._planner.finished(name, tables, hints)
         if held and not known.loading:  # the pages of a load vLLM itself keeps until the load has ended
             self._freed = self._freed if self._held else time.monotonic()
             self._held.add(name)
-            return True, None
-        return False, None
+            return True, hints.reply
+        return False, hints.reply
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return list(self._events.take()) if self.has_pending_push_work() else ()

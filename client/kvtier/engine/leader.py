@@ -37,6 +37,7 @@ from kvtier.lease import STAYS_BLANK, WriteLease
 from kvtier.mirror.follower import follow
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
+from kvtier.verbs import Hint
 from kvtier.wire import MAX_KEYS, split_keys
 
 START_S: Final = 5.0
@@ -132,10 +133,12 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write and the commit makes blocks. ``incomplete``: some are not stored."""
+    """A save: the slots that the workers write and the commit makes blocks. ``incomplete``: some are not stored.
+    ``hints``: told after the commit."""
 
     taken: tuple[Taken, ...]
     incomplete: bool = False
+    hints: Sequence[Hint] = ()
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -488,6 +491,10 @@ class Leader:
             # Full-attention groups come last: a prefix is found when every group has it.
             for taken in sorted(writing.taken, key=lambda each: not self.layout.groups[each.group].window):
                 await self._commit_group(writing, taken)
+            if writing.hints and self._cache is not None:
+                results = await self._cache.hint(*writing.hints, timeout=CALL_S)
+                for result in results:
+                    self.complaints.note(f"hint {result.outcome.name.lower()}")
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
             self._not_saved("the commit failed", writing)

@@ -16,6 +16,7 @@ from itertools import chain as chained
 from itertools import count
 from typing import Final, Self
 
+from kvtier.engine.hints import RequestHints
 from kvtier.engine.keys import KeyChain
 from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, Taken, Writing
@@ -67,6 +68,8 @@ class _PlannedRequest:
     """Key of the last state of the prompt, at first of the part that the engine does not compute; None: no state."""
     answer: bytes | None = None
     """Key of the last state of the answer."""
+    hints: RequestHints | None = None
+    """Told once the request's blocks are stored."""
     over: float | None = None
     """Set once the engine has finished the request: monotonic time until which its pages wait for slots to be saved."""
 
@@ -258,14 +261,17 @@ class Planner:
         self._flush.clear()
         return Work(loads, saves, flush)
 
-    def finished(self, req_id: str, tables: Mapping[int, Sequence[int]] | None = None) -> bool:
+    def finished(
+        self, req_id: str, tables: Mapping[int, Sequence[int]] | None = None, hints: RequestHints | None = None
+    ) -> bool:
         """Ends a request. Returns True if its pages must live until :meth:`completed` names it as saved.
 
-        ``tables``: the pages that the engine would keep; None: all pages of the last step.
+        ``tables``: the pages that the engine would keep; None: all pages of the last step. ``hints``: of the request.
         """
         request = self._requests.get(req_id)
         if request is None:
             return False
+        request.hints = hints
         self._drop_loads(req_id, request)
         if tables is not None and request.tables:
             request.tables = tables
@@ -387,7 +393,9 @@ class Planner:
         return request
 
     def _remove(self, req_id: str) -> None:
-        del self._requests[req_id]
+        request = self._requests.pop(req_id)
+        if request.hints is not None and (told := request.hints.told(request.chain.span(0, MAX_KEYS))):
+            self.leader.commit(Writing((), hints=told))
         self._scheduled.pop(req_id, None)
 
     def _why_not(self, blocks: int) -> str | None:

@@ -313,6 +313,8 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
     set_retention = waits(cache.Cache.set_retention)
     pin = waits(cache.Cache.pin)
     unpin = waits(cache.Cache.unpin)
+    hint = waits(cache.Cache.hint)
+    keep = waits(cache.Cache.keep)
     reset = waits(cache.Cache.reset)
 
     def __init__(self, thread: LoopThread, inner: cache.Cache) -> None:

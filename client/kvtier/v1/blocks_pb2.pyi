@@ -15,11 +15,47 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvtier.v1.common_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _HintOutcome:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _HintOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_HintOutcome.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    HINT_OUTCOME_UNSPECIFIED: _HintOutcome.ValueType  # 0
+    HINT_OUTCOME_ACCEPTED: _HintOutcome.ValueType  # 1
+    HINT_OUTCOME_CLIPPED: _HintOutcome.ValueType  # 2
+    """in part, or for less time"""
+    HINT_OUTCOME_DEFERRED: _HintOutcome.ValueType  # 3
+    """begun; events tell of its effects"""
+    HINT_OUTCOME_REJECTED: _HintOutcome.ValueType  # 4
+    HINT_OUTCOME_MISSING: _HintOutcome.ValueType  # 5
+    """no block of the target is stored"""
+
+class HintOutcome(_HintOutcome, metaclass=_HintOutcomeEnumTypeWrapper): ...
+
+HINT_OUTCOME_UNSPECIFIED: HintOutcome.ValueType  # 0
+HINT_OUTCOME_ACCEPTED: HintOutcome.ValueType  # 1
+HINT_OUTCOME_CLIPPED: HintOutcome.ValueType  # 2
+"""in part, or for less time"""
+HINT_OUTCOME_DEFERRED: HintOutcome.ValueType  # 3
+"""begun; events tell of its effects"""
+HINT_OUTCOME_REJECTED: HintOutcome.ValueType  # 4
+HINT_OUTCOME_MISSING: HintOutcome.ValueType  # 5
+"""no block of the target is stored"""
+global___HintOutcome = HintOutcome
 
 @typing.final
 class Cursor(google.protobuf.message.Message):
@@ -401,6 +437,7 @@ class CommitRequest(google.protobuf.message.Message):
     RELEASE_FIELD_NUMBER: builtins.int
     LET_GO_FIELD_NUMBER: builtins.int
     AHEAD_FIELD_NUMBER: builtins.int
+    CONVERSATION_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
     keys: builtins.bytes
@@ -438,6 +475,8 @@ class CommitRequest(google.protobuf.message.Message):
     """With release: blank slots that the caller will want next, in the same group and tier. The daemon leases them ahead
     only if it can at once, and only a small share of the tier. The caller gives unused slots back within a second.
     """
+    conversation: builtins.bytes
+    """tag of the conversation that has got as far as the last key; at most 128 bytes, none: none"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of this lease, blank"""
@@ -478,9 +517,10 @@ class CommitRequest(google.protobuf.message.Message):
         release: builtins.bool = ...,
         let_go: builtins.bool = ...,
         ahead: builtins.int = ...,
+        conversation: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "ahead", b"ahead", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "partial_tokens", b"partial_tokens", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "ahead", b"ahead", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "conversation", b"conversation", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "partial_tokens", b"partial_tokens", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -524,6 +564,7 @@ class Chain(google.protobuf.message.Message):
     PRIORITIES_FIELD_NUMBER: builtins.int
     DURATIONS_MS_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
+    CONVERSATION_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
     """the root first"""
     min_blocks: builtins.int
@@ -534,6 +575,8 @@ class Chain(google.protobuf.message.Message):
     """
     counted: builtins.bool
     """as in MatchRequest"""
+    conversation: builtins.bytes
+    """tag of the conversation that asks for the chain; at most 128 bytes, none: none"""
     @property
     def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """with priorities; 0 = for ever"""
@@ -546,8 +589,9 @@ class Chain(google.protobuf.message.Message):
         priorities: builtins.bytes = ...,
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
         counted: builtins.bool = ...,
+        conversation: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counted", b"counted", "durations_ms", b"durations_ms", "keys", b"keys", "min_blocks", b"min_blocks", "priorities", b"priorities"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["conversation", b"conversation", "counted", b"counted", "durations_ms", b"durations_ms", "keys", b"keys", "min_blocks", b"min_blocks", "priorities", b"priorities"]) -> None: ...
 
 global___Chain = Chain
 
@@ -1022,6 +1066,130 @@ class PinResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
 
 global___PinResponse = PinResponse
+
+@typing.final
+class Hint(google.protobuf.message.Message):
+    """One hint. Its target is keys, a conversation, or both: then the conversation has got as far as the last key. Meant are
+    the blocks in every window group. The first group whose blocks form chains decides which of them are stored.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACTION_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    CONVERSATION_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    END_TOKEN_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    FOR_MS_FIELD_NUMBER: builtins.int
+    action: builtins.str
+    """"reached": nothing but that the conversation has got as far as the last key. "retain": keep the blocks at a
+    priority, for a time. "pin": keep their copies in a tier, for a time. "prefetch": make them READY in a tier before a
+    time. "demote": free their copies above a tier. "end": they will not be asked for again. "return": they will be
+    asked for in about this time. Others are rejected.
+    """
+    version: builtins.int
+    """of the action; 0 or 1, others are rejected"""
+    keys: builtins.bytes
+    conversation: builtins.bytes
+    """its blocks are the chain that it was last told to have, as far as that is stored"""
+    first_token: builtins.int
+    """with a conversation: its blocks without a token before this one"""
+    end_token: builtins.int
+    """and without a token at or after this one; 0 = to the end"""
+    tier: kvtier.v1.common_pb2.Tier.ValueType
+    priority: builtins.int
+    """of "retain", 0 to 100"""
+    for_ms: builtins.int
+    """the time; 0 = the longest that a hint may ask for"""
+    def __init__(
+        self,
+        *,
+        action: builtins.str = ...,
+        version: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        conversation: builtins.bytes = ...,
+        first_token: builtins.int = ...,
+        end_token: builtins.int = ...,
+        tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        priority: builtins.int = ...,
+        for_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "conversation", b"conversation", "end_token", b"end_token", "first_token", b"first_token", "for_ms", b"for_ms", "keys", b"keys", "priority", b"priority", "tier", b"tier", "version", b"version"]) -> None: ...
+
+global___Hint = Hint
+
+@typing.final
+class HintRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    HINTS_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    seq: builtins.int
+    @property
+    def hints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Hint]:
+        """at most 256"""
+
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        hints: collections.abc.Iterable[global___Hint] | None = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "hints", b"hints", "seq", b"seq"]) -> None: ...
+
+global___HintRequest = HintRequest
+
+@typing.final
+class HintResult(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    outcome: global___HintOutcome.ValueType
+    reason: builtins.str
+    """of every outcome but "accepted": field, value and limit"""
+    blocks: builtins.int
+    """that the hint was carried out for, in that first group"""
+    def __init__(
+        self,
+        *,
+        outcome: global___HintOutcome.ValueType = ...,
+        reason: builtins.str = ...,
+        blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+
+global___HintResult = HintResult
+
+@typing.final
+class HintResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HintResult]:
+        """one a hint"""
+
+    @property
+    def as_of_event(self) -> global___Cursor: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[global___HintResult] | None = ...,
+        as_of_event: global___Cursor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
+
+global___HintResponse = HintResponse
 
 @typing.final
 class ResetRequest(google.protobuf.message.Message):

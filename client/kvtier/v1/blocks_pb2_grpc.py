@@ -99,6 +99,11 @@ class BlocksStub(object):
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.PinRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.PinResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/kvtier.v1.Blocks/Hint',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/kvtier.v1.Blocks/Reset',
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.ResetRequest.SerializeToString,
@@ -210,6 +215,14 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request, context):
+        """Carries out what a client knows of the future of blocks. A hint that cannot be carried out gets an outcome that says
+        why, and never refuses the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reset(self, request, context):
         """Forgets all blocks of the cache. FAILED_PRECONDITION while any is leased or pinned, unless forced: then the rest goes.
         """
@@ -291,6 +304,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Pin,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.PinRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.PinResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.HintRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.HintResponse.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -654,6 +672,33 @@ class Blocks(object):
             '/kvtier.v1.Blocks/Pin',
             kvtier_dot_v1_dot_blocks__pb2.PinRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/Hint',
+            kvtier_dot_v1_dot_blocks__pb2.HintRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -113,6 +113,14 @@ class BlocksStub:
     ]
     """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it."""
 
+    Hint: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.HintRequest,
+        kvtier.v1.blocks_pb2.HintResponse,
+    ]
+    """Carries out what a client knows of the future of blocks. A hint that cannot be carried out gets an outcome that says
+    why, and never refuses the call.
+    """
+
     Reset: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ResetRequest,
         kvtier.v1.blocks_pb2.ResetResponse,
@@ -211,6 +219,14 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.PinResponse,
     ]
     """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it."""
+
+    Hint: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.HintRequest,
+        kvtier.v1.blocks_pb2.HintResponse,
+    ]
+    """Carries out what a client knows of the future of blocks. A hint that cannot be carried out gets an outcome that says
+    why, and never refuses the call.
+    """
 
     Reset: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ResetRequest,
@@ -336,6 +352,16 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.PinResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.PinResponse]]:
         """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it."""
+
+    @abc.abstractmethod
+    def Hint(
+        self,
+        request: kvtier.v1.blocks_pb2.HintRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.HintResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.HintResponse]]:
+        """Carries out what a client knows of the future of blocks. A hint that cannot be carried out gets an outcome that says
+        why, and never refuses the call.
+        """
 
     @abc.abstractmethod
     def Reset(

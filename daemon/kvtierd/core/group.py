@@ -11,6 +11,7 @@ from itertools import islice
 
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
+from kvtierd.core.conversations import Conversations
 from kvtierd.core.errors import InvariantViolation, TierOutOfService
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates
@@ -67,6 +68,7 @@ class GroupState:
         """Lost copies and tiers, with the steps that remove their dependants: see ``core/removal.py``."""
         self.index = BlockIndex()
         self.clocks = Clocks()
+        self.conversations = Conversations(self.index, self.retain)
         self.pins = Pins(self.tiers)
         self.ancestry = Ancestry(shape.group, recorder, policy.blocks_a_call, self.reconsider, self._use)
         self.stored = 0
@@ -437,6 +439,7 @@ class GroupState:
 
     def ask(self, found: Sequence[Block], made: Sequence[Block]) -> None:
         """Counts a request that found some blocks and made others, parents before children."""
+        self.conversations.found(found)
         self.evictor.found(found)
         self.shadows.see(reversed(made))
         self.shadows.see(reversed(found))
@@ -560,6 +563,7 @@ class GroupState:
         """Takes a block without indexed children out of the index and gives up its copies."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block} is removed before its children")
+        self.conversations.leave(block)
         held = [tier for tier in self.tiers if block.copies[tier] is not None]
         for tier in held:
             self.detach(block, tier)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kvtierd.core import explain, lookup, reclaim, removal
 from kvtierd.core.acquires import Acquires, AcquireTicket
+from kvtierd.core.conversations import Kept
 from kvtierd.core.errors import BadArgument, ResetRefused, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
@@ -71,6 +72,10 @@ class BlockManager:
         self.acquires = Acquires(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)
         self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
         states = {group: window.state for group, window in self.windows.items()}
+        leading = next((state for state in states.values() if state.attention.chained), states[min(states)])
+        self.leading = leading.group
+        """The first group whose blocks form chains. Its blocks stand for those of the other groups."""
+        self.conversations = leading.conversations
         self.remote = CacheRemote(states, self._recorder, self._take)
         self._capacity = {
             group: tuple((tier, window.state.slots[tier].capacity) for tier in window.state.tiers)
@@ -118,7 +123,7 @@ class BlockManager:
         for window in self.windows.values():
             window.close()
         self.windows.clear()
-        del self.acquires, self.remote
+        del self.acquires, self.remote, self.conversations
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 
@@ -209,14 +214,17 @@ class BlockManager:
         hold: bool = True,
         release: bool = False,
         cause: Cause = Cause.COMMIT,
+        conversation: bytes = b"",
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Turns blank slots into blocks. If the key is indexed, the existing block stays and the lease lets go of the
         slot; if the parent is not indexed, the slot stays blank. ``hold``: the lease holds the new blocks. ``release``:
-        the lease ends, as by :meth:`release`."""
+        the lease ends, as by :meth:`release`. ``conversation``: has got as far as the last block."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
         window.state.require(owned.tier)
         results = window.holds.store(owned, items, hold=hold and not release, cause=cause)
+        if conversation and items and window.state.conversations is self.conversations:
+            self.conversations.reach(conversation, items[-1].key, now)
         if release:
             self._end(owned)
         return results, self._outcome(now, window)
@@ -244,7 +252,9 @@ class BlockManager:
         windows = [self._window(group) for group in groups or self.windows]
         windows[0].state.require(tier)  # a tier is lost for all groups
         tickets = [self.acquires.match(self._next_ticket(), session, windows, tier, chain, now) for chain in chains]
-        for ticket in tickets:
+        for ticket, chain in zip(tickets, chains, strict=True):
+            if chain.conversation and ticket.matched:
+                self.conversations.reach(chain.conversation, chain.keys[ticket.matched - 1], now)
             self.acquires.queue(ticket, now)
         return tuple(ticket.id for ticket in tickets), self._outcome(now)
 
@@ -395,6 +405,19 @@ class BlockManager:
         window = self._window(group)
         results = window.set_retention(keys, pairs(priorities, durations_ms))
         return results, self._outcome(now, window)
+
+    def keep(self, conversation: bytes, kept: Kept, now: int) -> Outcome:
+        """Retains the blocks of a conversation."""
+        self.conversations.keep(conversation, kept, now)
+        return self._outcome(now)
+
+    def end(self, keys: Sequence[Key], now: int) -> tuple[int, Outcome]:
+        """Lets blocks of all groups leave first: see :meth:`Conversations.end`. Returns their number."""
+        ended = self.conversations.end(keys)
+        for window in self.windows.values():
+            if window.state.conversations is not self.conversations:
+                window.state.conversations.end(ended)
+        return len(ended), self._outcome(now)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 

@@ -311,6 +311,7 @@ class ChainRequest:
 
     ``priorities``: new priorities for the blocks found, one a key; empty = retention stays. ``durations_ms``: their
     durations, one a key; empty = for ever. ``counted``: the chain has been counted by an earlier request.
+    ``conversation``: tag of the conversation that asks; empty = none.
     """
 
     keys: Sequence[Key]
@@ -318,6 +319,7 @@ class ChainRequest:
     priorities: Sequence[int] = ()
     durations_ms: Sequence[int] = ()
     counted: bool = False
+    conversation: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from kvtierd.core.conversations import Kept
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
@@ -213,11 +214,12 @@ class Engine:
         *,
         hold: bool = True,
         release: bool = False,
+        conversation: bytes = b"",
     ) -> tuple[BlockResult, ...]:
-        """Commits blocks. ``hold``: the lease holds the blocks. ``release``: the lease ends."""
+        """See :meth:`BlockManager.commit`."""
         cache = self._find(cache_id)
-        commit = cache.manager.commit
-        return self._applied(cache, commit(session, lease, items, self._clock(), hold=hold, release=release))
+        commit = partial(cache.manager.commit, hold=hold, release=release, conversation=conversation)
+        return self._applied(cache, commit(session, lease, items, self._clock()))
 
     def lease_ahead(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, after: Key
@@ -320,6 +322,20 @@ class Engine:
     ) -> tuple[BlockResult, ...]:
         cache = self._find(cache_id)
         return self._applied(cache, cache.manager.pin(group, tier, keys, self._clock(), unpin=unpin))
+
+    def keep(self, cache_id: CacheId, conversation: bytes, kept: Kept) -> None:
+        """See :meth:`BlockManager.keep`."""
+        cache = self._find(cache_id)
+        self._executor.advance(cache, lambda now: cache.manager.keep(conversation, kept, now))
+
+    async def end(self, cache_id: CacheId, keys: Sequence[Key]) -> int:
+        """Lets blocks leave first, in slices: see :meth:`BlockManager.end`."""
+        cache, ended = self._find(cache_id), 0
+        for start in range(0, len(keys), KEYS_A_TURN):
+            if start:
+                await self._others(cache)
+            ended += self._applied(cache, cache.manager.end(keys[start : start + KEYS_A_TURN], self._clock()))
+        return ended
 
     async def reset(self, cache_id: CacheId, *, force: bool) -> ResetResult:
         """Removes all blocks that are not in use, in slices: other calls run in between."""

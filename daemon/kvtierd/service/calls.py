@@ -103,6 +103,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Blocks.Drop": Needs(Right.WRITE),
     "kvtier.v1.Blocks.SetRetention": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Pin": Needs(Right.WRITE),
+    "kvtier.v1.Blocks.Hint": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Reset": Needs(Right.WRITE, forced=Right.ADMIN),
     "kvtier.v1.Blocks.List": Needs(Right.READ),
     "kvtier.v1.Transfer.Put": Needs(Right.WRITE, within="commit"),  # in its header

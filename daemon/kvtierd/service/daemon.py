@@ -32,6 +32,7 @@ from kvtierd.service.devices import Devices
 from kvtierd.service.errors import Translator
 from kvtierd.service.failing import FailingDisks, LostGpus
 from kvtierd.service.forgotten import Forgotten
+from kvtierd.service.hints import Hints
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Keeper, Roll, RollEntry, open_roll
 from kvtierd.service.remote.telling import Generations
@@ -348,6 +349,7 @@ class Daemon:
             caps,
             self._directories.forgotten,
             self._remote_tier,
+            Hints(self._engine),
         )
         servicers = {
             "kvtier.v1.Caches": CachesService(

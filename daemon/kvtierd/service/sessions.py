@@ -122,7 +122,7 @@ GOODBYE: Final = "goodbye"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ClientSession:
     """A client's session.
 

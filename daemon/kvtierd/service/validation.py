@@ -23,6 +23,7 @@ MAX_KEYS: Final = 16_384
 """Most blocks of a call: 262,144 tokens at 16 a block. A client splits a longer chain."""
 
 MAX_CHAINS: Final = 1_024
+MAX_TAG_BYTES: Final = 128
 MAX_LEASES: Final = 16_384
 MAX_TIMEOUT_NS: Final = 3_600 * 10**9
 MIN_HEARTBEAT_NS: Final = 10 * 10**6
@@ -51,6 +52,13 @@ def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, least: int = 1)
         index, key = next((index, key) for index, key in enumerate(listed) if first[key] < index)
         raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first[key]}]")
     return listed
+
+
+def conversation(field: str, tag: bytes) -> bytes:
+    """The tag of a conversation; empty = none."""
+    if len(tag) > MAX_TAG_BYTES:
+        raise bad_argument(field, f"{len(tag)} bytes", f"at most {MAX_TAG_BYTES} bytes")
+    return tag
 
 
 def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:

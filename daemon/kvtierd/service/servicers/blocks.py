@@ -34,6 +34,7 @@ from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, shown
 from kvtierd.service.forgotten import Forgotten
+from kvtierd.service.hints import Hints
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import ClientSession, SessionRegistry
 from kvtierd.tiers.base import Bytes, TierError
@@ -52,6 +53,7 @@ K = TypeVar("K")
 
 MAX_LEASES: Final = 65536
 """Most leases of a session, over all caches."""
+MAX_HINTS: Final = 256
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -144,6 +146,7 @@ class BlocksService:
     _caps: Caps
     _forgotten: Forgotten
     _remote: RemoteTier | None
+    _hints: Hints
     _hashing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def match(self, session: ClientSession, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
@@ -214,7 +217,8 @@ class BlocksService:
         lease = validation.lease("lease_id", request.lease_id)
         hold, release = not request.let_go, request.release
         owned = cache.runtime.manager.leases.get(lease) if items and release and request.ahead else None
-        results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release)
+        tag = validation.conversation("conversation", request.conversation)
+        results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release, conversation=tag)
         response = blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
         if owned is not None:
             place = owned.group, owned.tier
@@ -341,6 +345,12 @@ class BlocksService:
         results = self._engine.pin(cache.id, group, tier, keys, unpin=request.unpin)
         return blocks_pb2.PinResponse(results=bytes(results), as_of_event=self._now_cursor())
 
+    async def hint(self, session: ClientSession, request: blocks_pb2.HintRequest) -> blocks_pb2.HintResponse:
+        cache = self._catalog.opened(session, request.cache_id)
+        validation.count("hints", len(request.hints), 1, MAX_HINTS)
+        results = [await self._hints.take(session, cache, hint, self.move) for hint in request.hints]
+        return blocks_pb2.HintResponse(results=results, as_of_event=self._now_cursor())
+
     async def reset(self, session: ClientSession, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
         cache = self._catalog.opened(session, request.cache_id)
         prefix, remote = cache.prefix, self._remote
@@ -460,7 +470,8 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
         durations = message.durations_ms and validation.durations(
             f"chains[{index}].durations_ms", message.durations_ms, len(keys)
         )
-        chains.append(ChainRequest(keys, least, priorities, durations, message.counted))
+        tag = validation.conversation(f"chains[{index}].conversation", message.conversation)
+        chains.append(ChainRequest(keys, least, priorities, durations, message.counted, tag))
     return chains
 
 

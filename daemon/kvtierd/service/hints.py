@@ -1,0 +1,246 @@
+"""Hints: what clients know of the future of blocks, carried out as far as their bounds allow.
+
+Every hint gets an outcome. A rejected hint changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeAlias
+from weakref import WeakKeyDictionary
+
+from kvtier.v1 import blocks_pb2
+from kvtierd.core.conversations import Kept
+from kvtierd.core.ids import BITS, CacheId, GroupId, Key, Tier
+from kvtierd.core.manager import BlockManager
+from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY
+from kvtierd.core.transfers import BlockResult
+from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import TicketRefused, UnknownCache
+from kvtierd.service import validation, wire
+from kvtierd.service.cache import ServedCache
+from kvtierd.service.errors import CallRefused, bad_argument, log_unheard
+from kvtierd.service.sessions import ClientSession
+
+LONGEST_MS: Final = 3_600_000
+"""Longest time that a hint may ask for."""
+HINTS_A_SECOND: Final = 1_000
+SHARE: Final = 8
+"""A client's hints keep at most one in this many blocks of the lowest tier at a time."""
+_LATE: Final = 3
+"""A block is kept for this many times the time in which it is expected."""
+_SOONEST: Final = 60
+"""Priority of a block that is expected at once. Each doubling of the time takes 4 off, down to just above the
+default."""
+
+_ACCEPTED: Final = blocks_pb2.HINT_OUTCOME_ACCEPTED
+_CLIPPED: Final = blocks_pb2.HINT_OUTCOME_CLIPPED
+
+Mover: TypeAlias = Callable[[ClientSession, blocks_pb2.MoveRequest], Awaitable[object]]
+
+
+class HintAccount:
+    """A session's use of hints. Seconds of a clock that does not go back."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._taken = 0
+        self._kept: dict[CacheId, list[tuple[float, int]]] = {}
+        """Blocks kept, with the end of each time."""
+
+    def require_rate(self, now: float) -> None:
+        """Counts a hint. Raises INVALID_ARGUMENT beyond the rate."""
+        if int(now) != self._second:
+            self._second, self._taken = int(now), 0
+        self._taken += 1
+        if self._taken > HINTS_A_SECOND:
+            raise bad_argument("hints", f"{self._taken} in a second", f"at most {HINTS_A_SECOND} a client")
+
+    def room(self, cache: ServedCache, now: float) -> int:
+        """Number of blocks that the session may still keep in the cache."""
+        kept = self._kept[cache.id] = [each for each in self._kept.get(cache.id, ()) if each[0] > now]
+        return max(1, min(cache.slots[max(cache.slots)]) // SHARE) - sum(blocks for _, blocks in kept)
+
+    def keep(self, cache: ServedCache, blocks: int, until: float) -> None:
+        self._kept[cache.id].append((until, blocks))
+
+
+@dataclass(slots=True, frozen=True)
+class _Order:
+    """A valid hint. ``keys``: its stored blocks, parents first. ``whole``: they end with the conversation's last block.
+    ``clips``: the reasons why less is done than was asked for."""
+
+    session: ClientSession
+    cache: ServedCache
+    manager: BlockManager
+    hint: blocks_pb2.Hint
+    move: Mover
+    keys: Sequence[Key]
+    whole: bool
+    for_ms: int
+    clips: list[str]
+
+    def result(self, blocks: int) -> blocks_pb2.HintResult:
+        outcome = _CLIPPED if self.clips else _ACCEPTED
+        return blocks_pb2.HintResult(outcome=outcome, reason="; ".join(self.clips), blocks=blocks)
+
+
+class Hints:
+    """Carries hints out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Final = engine
+        self._accounts: Final[WeakKeyDictionary[ClientSession, HintAccount]] = WeakKeyDictionary()
+        self._moving: Final[set[asyncio.Task[None]]] = set()
+
+    async def take(
+        self, session: ClientSession, cache: ServedCache, hint: blocks_pb2.Hint, move: Mover
+    ) -> blocks_pb2.HintResult:
+        """Carries a hint out. ``move``: :meth:`BlocksService.move`."""
+        try:
+            self._accounts.setdefault(session, HintAccount()).require_rate(time.monotonic())
+            carry_out = _ACTIONS.get(hint.action)
+            if carry_out is None:
+                raise bad_argument("action", hint.action, f"one of {', '.join(_ACTIONS)}")
+            validation.count("version", hint.version, 0, 1)
+            order = self._order(session, cache, hint, move)
+            if not order.keys:
+                outcome = blocks_pb2.HINT_OUTCOME_MISSING
+                return blocks_pb2.HintResult(outcome=outcome, reason="no block of the target is stored")
+            return await carry_out(self, order)
+        except CallRefused as error:
+            return blocks_pb2.HintResult(outcome=blocks_pb2.HINT_OUTCOME_REJECTED, reason=str(error))
+
+    def _order(self, session: ClientSession, cache: ServedCache, hint: blocks_pb2.Hint, move: Mover) -> _Order:
+        """Raises INVALID_ARGUMENT."""
+        manager, step = self._engine.manager(cache.id), cache.spec.tokens_per_block
+        tag = validation.conversation("conversation", hint.conversation)
+        keys = validation.keys("keys", hint.keys, least=not tag)
+        if not tag and (hint.first_token or hint.end_token):
+            raise bad_argument("end_token", hint.end_token, "0 without a conversation, and first_token too")
+        if hint.end_token and hint.end_token <= hint.first_token:
+            raise bad_argument("end_token", hint.end_token, f"more than first_token, {hint.first_token}, or 0")
+        validation.count("priority", hint.priority, 0, MAX_PRIORITY)
+        if tag and keys and (stored := manager.match([manager.leading], keys).blocks):
+            manager.conversations.reach(tag, keys[stored - 1], time.time_ns())
+        if tag:
+            end = hint.end_token // step or None
+            keys = manager.conversations.chain(tag, math.ceil(hint.first_token / step), end)
+        keys = [key for key, place in zip(keys, manager.locate(manager.leading, keys), strict=True) if place.residency]
+        tip = manager.conversations.tip(tag) if tag else None
+        clips = []
+        if hint.for_ms > LONGEST_MS:
+            clips.append(f"for_ms = {hint.for_ms}: at most {LONGEST_MS}")
+        for_ms = min(hint.for_ms or LONGEST_MS, LONGEST_MS)
+        whole = tip is not None and keys[-1:] == [tip.key]
+        return _Order(session, cache, manager, hint, move, keys, whole, for_ms, clips)
+
+    def _affordable(self, order: _Order) -> Sequence[Key]:
+        """The first blocks of the target, as many as the client may still keep."""
+        room = self._accounts[order.session].room(order.cache, time.monotonic())
+        if room <= 0:
+            raise bad_argument("keys", f"{len(order.keys)} blocks", "none: the client's hints keep as many as they may")
+        if room < len(order.keys):
+            order.clips.append(f"keys = {len(order.keys)} blocks: the client's hints may keep {room} more")
+        return order.keys[:room]
+
+    async def _reached(self, order: _Order) -> blocks_pb2.HintResult:
+        return order.result(len(order.keys))
+
+    async def _retain(self, order: _Order) -> blocks_pb2.HintResult:
+        return await self._keep(order, order.hint.priority, order.for_ms, lasting=True)
+
+    async def _return(self, order: _Order) -> blocks_pb2.HintResult:
+        sooner = _SOONEST - int(4 * math.log2(1 + order.for_ms / 1000))
+        return await self._keep(order, max(DEFAULT_PRIORITY + 1, sooner), _LATE * order.for_ms, lasting=False)
+
+    async def _keep(self, order: _Order, priority: int, for_ms: int, *, lasting: bool) -> blocks_pb2.HintResult:
+        """Retains the target. ``lasting``: of a conversation, its later blocks instead, once there are any."""
+        cache, keys = order.cache, self._affordable(order) if priority > DEFAULT_PRIORITY else order.keys
+        if priority > DEFAULT_PRIORITY:
+            self._accounts[order.session].keep(cache, len(keys), time.monotonic() + for_ms / 1000)
+        for group in order.manager.windows:
+            if group == order.manager.leading and order.whole and len(keys) == len(order.keys):
+                until_ns = time.time_ns() + for_ms * 10**6
+                self._engine.keep(cache.id, order.hint.conversation, Kept(priority, until_ns, lasting))
+            else:
+                needed = cache.spec.attention(group).needs(len(keys)).pick(keys)
+                few = bytes([priority]) * len(needed), [for_ms] * len(needed)
+                await self._engine.set_retention(cache.id, group, needed, *few)
+        return order.result(len(keys))
+
+    async def _pin(self, order: _Order) -> blocks_pb2.HintResult:
+        cache, tier = order.cache, validation.tier("tier", order.hint.tier, order.cache.slots)
+        keys, pinned = self._affordable(order), 0
+        for group in order.manager.windows:
+            results = self._engine.pin(cache.id, group, tier, keys, unpin=False)
+            done = [key for key, result in zip(keys, results, strict=True) if result is BlockResult.OK]
+            asyncio.get_running_loop().call_later(order.for_ms / 1000, self._unpin, cache.id, group, tier, done)
+            if group == order.manager.leading:
+                pinned = len(done)
+        self._accounts[order.session].keep(cache, pinned, time.monotonic() + order.for_ms / 1000)
+        if pinned < len(keys):
+            order.clips.append(f"tier = {tier}: {pinned} of {len(keys)} blocks are ready there and may be pinned")
+        return order.result(pinned)
+
+    def _unpin(self, cache: CacheId, group: GroupId, tier: Tier, keys: Sequence[Key]) -> None:
+        with suppress(UnknownCache):
+            self._engine.pin(cache, group, tier, keys, unpin=True)
+
+    async def _prefetch(self, order: _Order) -> blocks_pb2.HintResult:
+        tier = validation.tier("tier", order.hint.tier, order.cache.slots)
+        return self._begin(order, tier, lambda residency: residency and not residency & (2 * BITS[tier] - 1))
+
+    async def _demote(self, order: _Order) -> blocks_pb2.HintResult:
+        tier = validation.tier("tier", order.hint.tier, order.cache.slots)
+        return self._begin(order, tier, lambda residency: residency & (BITS[tier] - 1))
+
+    def _begin(self, order: _Order, tier: Tier, moves: Callable[[int], int | bool]) -> blocks_pb2.HintResult:
+        """Begins to move blocks. ``moves``: whether a block with this residency is to move."""
+        wanted = {}
+        for group in order.manager.windows:
+            places = zip(order.keys, order.manager.locate(group, order.keys), strict=True)
+            wanted[group] = b"".join(key for key, place in places if moves(place.residency))
+        if not any(wanted.values()):
+            return order.result(len(order.keys))
+        task = asyncio.create_task(self._carry(order, tier, wanted), name="hint")
+        self._moving.add(task)
+        task.add_done_callback(self._moving.discard)
+        task.add_done_callback(log_unheard)
+        reason = "; ".join([*order.clips, "blocks are on the way"])
+        outcome = blocks_pb2.HINT_OUTCOME_DEFERRED
+        return blocks_pb2.HintResult(outcome=outcome, reason=reason, blocks=len(order.keys))
+
+    async def _carry(self, order: _Order, tier: Tier, wanted: Mapping[GroupId, bytes]) -> None:
+        request = partial(blocks_pb2.MoveRequest, cache_id=order.cache.id, to=wire.TIER_TO_WIRE[tier])
+        with suppress(TicketRefused, UnknownCache, CallRefused):  # no room in time, or the client or the cache is gone
+            for group, keys in wanted.items():
+                if keys:
+                    await order.move(order.session, request(group=group, keys=keys, timeout_ns=order.for_ms * 10**6))
+
+    async def _end(self, order: _Order) -> blocks_pb2.HintResult:
+        if order.whole:
+            order.manager.conversations.shorten(order.hint.conversation, order.keys[0])
+        ended = await self._engine.end(order.cache.id, order.keys[::-1])
+        if ended < len(order.keys):
+            order.clips.append(
+                f"{ended} of {len(order.keys)} blocks: other conversations or later blocks need the rest"
+            )
+        return order.result(ended)
+
+
+_ACTIONS: Final[Mapping[str, Callable[[Hints, _Order], Awaitable[blocks_pb2.HintResult]]]] = {
+    "reached": Hints._reached,
+    "retain": Hints._retain,
+    "pin": Hints._pin,
+    "prefetch": Hints._prefetch,
+    "demote": Hints._demote,
+    "end": Hints._end,
+    "return": Hints._return,
+}
