@@ -79,7 +79,7 @@ class Hint:
     def message(self) -> blocks_pb2.Hint:
         """The hint on the wire. Raises :class:`InvalidArgument`."""
         require_kind("hint.action", self.action, str)
-        require_kind("hint.tokens", self.tokens, Sequence)
+        require_kind("hint.tokens", self.tokens, tuple, list)
         if len(self.tokens) != 2:
             raise InvalidArgument("hint.tokens", self.tokens, "a half-open range: its start, and its end or None")
         first, end = self.tokens

@@ -47,6 +47,8 @@ class Completion:
     logprobs: Any
     cached: int
     first_s: float
+    params: Any = None
+    """Transfer parameters of the answer."""
 
     def same(self, other: Completion) -> bool:
         """The tokens are equal, and the log probabilities but for the rounding of another batch."""
@@ -150,7 +152,7 @@ class Engine:
         while "step" in (message := self._line(ANSWER_S)):
             pass
         completions = tuple(
-            Completion(tuple(told["tokens"]), told["logprobs"], told["cached"], told["first_s"])
+            Completion(tuple(told["tokens"]), told["logprobs"], told["cached"], told["first_s"], told.get("params"))
             for told in message["outputs"]
         )
         return Answer(completions, message["external"], message["seconds"], message["held_s"])

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -497,6 +497,35 @@ async def test_a_request_that_reads_no_prefix_is_saved(start, daemon):
         warm = engine.generate(asked)
         assert_same(warm, cold)
         assert warm.cached == [FULL] * 4
+
+
+async def test_the_hints_of_requests_are_carried_out(start, daemon):
+    """Those of the transfer parameters, which answers have the outcomes of, and those of vLLM's envelope."""
+    first, second = prompts(15)[:2]
+    own = {"session": "agent", "hints": [{"action": "retain", "priority": 80, "for_s": 60}, {"action": "explode"}]}
+
+    async def priorities() -> Counter[int]:
+        async with await connect(daemon.address) as client:
+            name = next(cache.name for cache in (await client.stats()).caches if cache.name.startswith("hints"))
+            cache = await client.open_cache(name, write=False)
+            return Counter([block.priority async for block in cache.blocks()])
+
+    with start() as plain, start({"cache": "hints"}) as engine:
+        cold = plain.generate([first, second])
+        found = engine.generate([first], params={"kvtier": own})
+        (answer,) = found.completions
+        assert answer.same(cold.completions[0])
+        retained, rejected = answer.params["kvtier"]["hints"]
+        assert retained == {"action": "retain", "outcome": "deferred"}
+        assert rejected["outcome"] == "rejected"
+        assert "action = explode" in rejected["reason"]
+        await eventually(priorities, lambda found: found == {80: FULL // BLOCK})
+        found = engine.generate([second], session="agent", hints=[["7", "End", "1", {}], ["8", "End", "9", {}]])
+        (answer,) = found.completions
+        assert answer.same(cold.completions[1])
+        outcomes = [(each["action_id"], each["outcome"]) for each in answer.params["kvtier"]["hints"]]
+        assert outcomes == [("7", "deferred"), ("8", "rejected")]
+        await eventually(priorities, lambda found: found == {0: (FULL - SHARED) // BLOCK, 35: FULL // BLOCK})
 
 
 def test_latent_vectors(start):

@@ -6,7 +6,8 @@ the arguments of ``vllm.LLM``: the import takes longer than what a test does wit
 - ``{"prompts": [[ids], ...], "tokens": n or [n, ...], "together": bool, "at_once": n, "salt": str, "abort_after": n,
   "unread": bool}`` generates greedily, one prompt after the other, together, or ``at_once`` at a time; the answer has
   the tokens, their log-probabilities and the cached tokens of each prompt. ``abort_after``: all are aborted after so
-  many steps. ``unread``: no stored prefix is read. ``session``: of the prompts.
+  many steps. ``unread``: no stored prefix is read. ``session``: of the prompts. ``params``: their
+  transfer parameters; ``hints``: the actions of their envelope.
 - ``{"reset": true}`` forgets the engine's own prefix cache; ``"connector": true``: the connector's, too.
 - ``{"free": true}`` asks for the number of blocks that no request holds.
 
@@ -29,6 +30,7 @@ from typing import Any, Final
 import vllm.v1.worker.cpu_worker
 from vllm import LLM, SamplingParams
 from vllm.distributed import get_pp_group
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 import kvtier.connectors.vllm  # noqa: F401 – before the forks
@@ -74,7 +76,9 @@ class Runner:
 
     def _run(self, prompts: Sequence[Sequence[int]], command: Mapping[str, Any]) -> list[Any]:
         unread = {"skip_reading_prefix_cache": True} if command.get("unread") else {}
-        sampling = partial(SamplingParams, temperature=0, logprobs=3, ignore_eos=True, **unread)
+        parameters = {"extra_args": {"kv_transfer_params": command["params"]}} if "params" in command else {}
+        sampling = partial(SamplingParams, temperature=0, logprobs=3, ignore_eos=True, **unread, **parameters)
+        hints = KvHintsEnvelope("1", "m", [KvHintAction(*each) for each in command.get("hints", ())])
         tokens = command["tokens"] if isinstance(command["tokens"], list) else [command["tokens"]] * len(prompts)
         extra = {"cache_salt": command["salt"]} if command.get("salt") else {}
         at_once = len(prompts) if command.get("together") else command.get("at_once", 1)
@@ -87,7 +91,7 @@ class Runner:
                 name, prompt, most = waiting.popleft()
                 began[name] = time.monotonic()
                 asked, session = {"prompt_token_ids": prompt, **extra}, command.get("session")
-                self._engine.add_request(name, asked, sampling(max_tokens=most), session_id=session)
+                self._engine.add_request(name, asked, sampling(max_tokens=most), session_id=session, kv_hints=hints)
             outputs = self._engine.step()
             for output in outputs:
                 first_s.setdefault(output.request_id, time.monotonic() - began[output.request_id])
@@ -123,6 +127,7 @@ def _told(output: Any, first_s: float) -> Mapping[str, Any]:
         "logprobs": logprobs,
         "cached": output.num_cached_tokens,
         "first_s": first_s,
+        "params": output.kv_transfer_params,
     }
 
 

@@ -14,6 +14,7 @@ from kvtier.wire import Keys
 
 FIELD: Final = "kvtier"
 """Field of the request's transfer parameters: ``{"session": TAG, "hints": [{"action": ..., ...}]}``."""
+ACTIONS: Final = ("retain", "pin", "prefetch", "demote", "end", "return")
 MOST: Final = MAX_HINTS - 1
 """Largest number of hints of a request. The call has one more."""
 _VERSIONS: Final = ("", "0", "1")
@@ -45,19 +46,17 @@ class RequestHints:
             tag = conversation_tag(ours.get("session") or session or b"")  # type: ignore[arg-type]
         except InvalidArgument as error:
             tag, outcomes = b"", [{"outcome": "rejected", "reason": str(error)}]
-        listed = ours.get("hints") or ()
-        given: list[tuple[dict[str, Any], Any]] = [({}, each) for each in listed if isinstance(listed, Sequence)]
-        given += [({"action_id": action.action_id}, _fields(action)) for action in actions]
-        for number, (outcome, each) in enumerate(given[: MOST + 1]):
+        listed = ours.get("hints")
+        given = [*(listed if isinstance(listed, list | tuple) else ()), *actions]
+        for number, each in enumerate(given[: MOST + 1]):
+            named = {"action_id": each.action_id} if hasattr(each, "action_id") else {}
             try:
                 if number == MOST:
                     raise InvalidArgument("hints", len(given), f"at most {MOST} a request")
-                hint = Hint.of(each)
-                hint.message()
-                found.append(hint)
-                outcomes.append({**outcome, "action": hint.action, "outcome": "deferred"})
-            except (InvalidArgument, TypeError, ValueError) as error:
-                outcomes.append({**outcome, "outcome": "rejected", "reason": str(error)})
+                found.append(_hint(each))
+                outcomes.append({**named, "action": found[-1].action, "outcome": "deferred"})
+            except InvalidArgument as error:
+                outcomes.append({**named, "outcome": "rejected", "reason": str(error)})
         return cls(tag, tuple(found), tuple(outcomes))
 
     def told(self, keys: Keys) -> list[Hint]:
@@ -72,9 +71,16 @@ class RequestHints:
         return {FIELD: {"hints": list(self.outcomes)}} if self.outcomes else None
 
 
-def _fields(action: Any) -> dict[str, Any]:
-    """The fields of a hint from an action of vLLM's envelope. Raises :class:`InvalidArgument`."""
-    require_kind("payload", action.payload, Mapping)
-    if action.action_version not in _VERSIONS:
-        raise InvalidArgument("action_version", action.action_version, "1")
-    return {**action.payload, "action": action.action_type.lower()}
+def _hint(given: Any) -> Hint:
+    """A hint of an object's fields, or of an action of vLLM's envelope. Raises :class:`InvalidArgument`."""
+    if hasattr(given, "action_id"):
+        require_kind("payload", given.payload, Mapping)
+        require_kind("action_type", given.action_type, str)
+        if given.action_version not in _VERSIONS:
+            raise InvalidArgument("action_version", given.action_version, "1")
+        given = {**given.payload, "action": given.action_type.lower()}
+    hint = Hint.of(given)
+    hint.message()
+    if hint.action not in ACTIONS:
+        raise InvalidArgument("action", hint.action, f"one of {', '.join(ACTIONS)}")
+    return hint
