@@ -136,8 +136,9 @@ class World:
             self.clients.write(holding, item.slot, item.key)
         expected = site.expected_commit(items)
         try:
+            talk = b"%d" % holding.session
             results, outcome = self.core.commit(
-                holding.session, holding.id, items, self.now, hold=hold, release=release
+                holding.session, holding.id, items, self.now, hold=hold, release=release, conversation=talk
             )
         except TierOutOfService:
             self._refused(holding.tier)

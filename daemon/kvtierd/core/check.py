@@ -160,6 +160,8 @@ class _Checker:
         sets = Counter(block.residency for block in self.state.index)
         if any(self.state.residencies.count(one) != sets[one] for one in range(1, 1 << len(TIERS))):
             raise _broken(5, f"blocks by residency are {sets}, counted otherwise")
+        if self.state.conversations.astray:
+            raise _broken(5, "a conversation is at a block that is not indexed")
         for block in self.state.index:
             if not block.indexed:
                 raise _broken(5, f"block {block} is in the index but does not know")

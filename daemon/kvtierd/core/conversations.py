@@ -68,6 +68,13 @@ class Conversations:
                 self.forget(each)
             self._older, self._tips, self._turned = self._tips, {}, now
 
+    @property
+    def astray(self) -> bool:
+        """For the checker: whether a conversation is at a block that is not indexed, or not known to be there."""
+        tips = {**self._older, **self._tips}
+        known = {(tag, block) for block, tags in self._tags.items() for tag in tags}
+        return known != set(tips.items()) or not all(block.indexed for block in (*tips.values(), *self._ended))
+
     def tip(self, tag: bytes) -> Block | None:
         return self._tips.get(tag) or self._older.get(tag)
 
