@@ -8,7 +8,7 @@ from kvtier.abi.spec import CacheSpec as CacheSpec, PoolSpec as PoolSpec, Window
 from kvtier.bridge.trtllm import TrtllmEvents as TrtllmEvents
 from kvtier.cache import Cache as Cache
 from kvtier.chains import Prompt as Prompt
-from kvtier.client import AsyncClient as AsyncClient, Explanation as Explanation, connect as connect
+from kvtier.client import AsyncClient as AsyncClient, connect as connect
 from kvtier.errors import (
     CallerError as CallerError,
     ClientClosed as ClientClosed,
@@ -43,6 +43,7 @@ from kvtier.events import (
     SnapshotSlice as SnapshotSlice,
     SnapshotStart as SnapshotStart,
 )
+from kvtier.explanation import Explanation as Explanation
 from kvtier.groups import AcrossLease as AcrossLease
 from kvtier.lease import ReadLease as ReadLease, WriteLease as WriteLease
 from kvtier.mirror import (

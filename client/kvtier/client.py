@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 
@@ -19,7 +16,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import KEY_BYTES
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, Fence, Stream, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
-from kvtier.events import Event, Gap
+from kvtier.explanation import SHORTEST_PREFIX, Explanation, explanation_from_wire, with_past
 from kvtier.session import DEFAULT_PATIENCE_S, Session
 from kvtier.transport import Link, Request, Response, Stubs, TlsFiles, send
 from kvtier.types import (
@@ -36,7 +33,6 @@ from kvtier.types import (
     RemoteGcReport,
     RemovalReport,
     ResizeReport,
-    Tier,
 )
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
@@ -386,186 +382,3 @@ def _name(cache: str | None) -> str:
     if cache == "":
         raise InvalidArgument("cache", cache, "a cache's name")
     return "" if cache is None else cache
-
-
-SHORTEST_PREFIX: Final = 4
-MOST_KEYS: Final = 32
-
-WHY_GONE: Final[Mapping[int, str]] = {
-    Cause.CAPACITY: "Room was needed, and no tier below could or should take it.",
-    Cause.QUOTA: "Another cache of its family took over the budgets of its idle cache.",
-    Cause.EXPLICIT: "It was dropped by call, or its cache was removed.",
-    Cause.RESET: "Its cache was reset.",
-    Cause.CORRUPT: "Its bytes failed verification, and there was no other copy.",
-    Cause.IO_ERROR: "The tier that it was in failed for longer than the grace period, and there was no other copy.",
-    Cause.ANCESTOR: "A block that it stands on was dropped or lost; without that block nobody could reach it.",
-    Cause.LOST: "It was lost with the memory of a daemon that ended uncleanly.",
-    Cause.SHUTDOWN: "The daemon was stopped, and the block was only in memory that ended with it.",
-}
-"""Maps the cause of a block's last event to a sentence for people."""
-
-
-class CopyState(IntEnum):
-    """State of a copy. ``LEAVING``: the copy goes as soon as it is copied down, unless it is used before."""
-
-    FILLING = 1
-    READY = 2
-    LEAVING = 3
-
-
-@dataclass(slots=True, frozen=True)
-class CopyExplained:
-    """A block's bytes in one tier. ``readers``: number of running copies that read it."""
-
-    tier: Tier
-    slot: int
-    state: CopyState
-    pins: int
-    readers: int
-
-
-@dataclass(slots=True, frozen=True)
-class BlockExplained:
-    """The block in one cache and window group.
-
-    ``priority`` is effective: the highest of ``own_priority`` and the children's. ``duration_ms``: how long after its
-    release the block keeps its own priority, 0 = for ever. ``deadline_ns``: when that time ends, by the daemon's clock,
-    0 = it does not run. ``leases``: the leases that hold the block; pid 0 if the caller may not see the owner.
-    """
-
-    cache: str
-    group: int
-    parent: bytes | None
-    depth: int
-    children: int
-    priority: int
-    own_priority: int
-    duration_ms: int
-    deadline_ns: int
-    copies: tuple[CopyExplained, ...]
-    leases: tuple[LeaseInfo, ...]
-
-    @property
-    def residency(self) -> int:
-        """The tiers where the block is ready, as a bit set."""
-        return sum(copy.tier.bit for copy in self.copies if copy.state is not CopyState.FILLING)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "parent": None if self.parent is None else self.parent.hex(),
-            "copies": [
-                {**asdict(copy), "tier": str(copy.tier), "state": copy.state.name.lower()} for copy in self.copies
-            ],
-            "leases": [{**asdict(lease), "tier": str(lease.tier)} for lease in self.leases],
-        }
-
-
-@dataclass(slots=True, frozen=True)
-class RemoteExplained:
-    """Whether the remote store has the block of this cache and group, as last known to the daemon; None: unknown."""
-
-    cache: str
-    group: int
-    there: bool | None
-
-
-@dataclass(slots=True, frozen=True)
-class Explanation:
-    """The daemon's knowledge of a block.
-
-    ``keys``: known keys that begin with ``asked``, at most 32; a single key if the block is unambiguous. ``blocks``:
-    where the block is stored, one entry per cache and window group. ``past``: the block's events in the log, the oldest
-    first; None if the caller may not watch, or did not ask. ``gaps``: lost events, possibly of the block. ``time_ns``:
-    the daemon's clock at the answer. ``remote``: one entry per cache and window group, if there is a remote store.
-    """
-
-    asked: bytes
-    keys: tuple[bytes, ...]
-    blocks: tuple[BlockExplained, ...]
-    past: tuple[Event, ...] | None
-    gaps: tuple[Gap, ...]
-    as_of: Cursor
-    time_ns: int
-    remote: tuple[RemoteExplained, ...] = ()
-
-    @property
-    def state(self) -> str:
-        """``stored``; ``ambiguous``; ``remote``: known only to the remote store; ``gone``: stored once, by the log;
-        ``unknown``."""
-        if self.blocks:
-            return "stored"
-        if len(self.keys) > 1:
-            return "ambiguous"
-        if any(each.there for each in self.remote):
-            return "remote"
-        return "gone" if self.past else "unknown"
-
-    def endings(self) -> Iterator[Event]:
-        """The last event in each cache and group that the block is gone from."""
-        there = {(block.cache, block.group) for block in self.blocks}
-        last = {(event.cache, event.group): event for event in self.past or ()}
-        gone = (EventType.REMOVED, EventType.CLEARED)
-        return (event for place, event in last.items() if place not in there and event.type in gone)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object: keys in hex, tiers and causes by name, times in nanoseconds."""
-        return {
-            "state": self.state,
-            "asked": self.asked.hex(),
-            "keys": [key.hex() for key in self.keys],
-            "blocks": [block.to_json() for block in self.blocks],
-            "remote": [asdict(each) for each in self.remote],
-            "past": None if self.past is None else [event.to_json() for event in self.past],
-            "gaps": [gap.to_json() for gap in self.gaps],
-            "as_of": str(self.as_of),
-            "time_ns": self.time_ns,
-        }
-
-
-def why_gone(cause: Cause | int) -> str:
-    """A sentence that explains a last event with this cause."""
-    return WHY_GONE.get(cause, f"Cause {cause}: this client has no words for it.")
-
-
-def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> Explanation:
-    """An explanation without events."""
-    return Explanation(
-        asked=asked,
-        keys=tuple(wire.split_keys(message.keys)),
-        blocks=tuple(wire.same_fields(BlockExplained, each, parent=each.parent or None) for each in message.blocks),
-        past=None,
-        gaps=(),
-        as_of=wire.same_fields(Cursor, message.as_of_event),
-        time_ns=message.time_ns,
-        remote=tuple(
-            RemoteExplained(each.cache, each.group, each.there if each.HasField("there") else None)
-            for each in message.remote
-        ),
-    )
-
-
-async def with_past(now: Explanation, watch: Watch) -> Explanation:
-    """Adds the log's events. ``watch``: from the oldest event on, filtered by these keys, with heartbeats."""
-    keys = set(now.keys)
-    past: list[Event] = []
-    gaps: list[Gap] = []
-    there: set[tuple[str, int]] = set()
-    async with aclosing(watch):
-        async for item in watch:
-            match item:
-                case Gap():
-                    gaps.append(item)
-                case Event() if item.cursor <= now.as_of:
-                    place = (item.cache, item.group)
-                    keys.update(item.keys)
-                    if item.keys or (item.type is EventType.CLEARED and place in there):
-                        past.append(item)
-                    if item.type in (EventType.REMOVED, EventType.CLEARED):
-                        there.discard(place)
-                    elif item.keys:
-                        there.add(place)
-            if watch.cursor is not None and watch.cursor >= now.as_of:
-                break
-    clear = len(keys) == 1
-    return replace(now, keys=tuple(sorted(keys)[:MOST_KEYS]), past=tuple(past) if clear else (), gaps=tuple(gaps))

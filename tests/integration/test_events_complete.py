@@ -16,7 +16,7 @@ import pytest
 
 from kvtier import BlockResult, CacheOptions, Cause, EventType, WritePolicy
 from kvtier.abi.words import TIERS
-from kvtier.client import WHY_GONE
+from kvtier.explanation import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
 from tests.integration.books import Books, moved
 from tests.integration.conftest import own_daemon

@@ -10,7 +10,7 @@ import pytest
 from kvtier import Cause, EventType, InvalidArgument, NotFound, Tier
 from kvtier.abi.words import TIERS
 from kvtier.cli.explain import GONE, UNKNOWN
-from kvtier.client import CopyState, why_gone
+from kvtier.explanation import CopyState, why_gone
 from tests.integration.actors import Actor
 from tests.integration.blocks import blocks, chain, opened_cache, put_chain
 from tests.integration.conftest import own_cache

@@ -15,8 +15,9 @@ from kvtier.abi.words import KEY_BYTES
 from kvtier.cli.common import DaemonAt, address_option, cache_argument, confirmed
 from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, show
-from kvtier.client import SHORTEST_PREFIX, AsyncClient
+from kvtier.client import AsyncClient
 from kvtier.errors import InvalidArgument, NotFound
+from kvtier.explanation import SHORTEST_PREFIX
 from kvtier.types import DEFAULT_PRIORITY, TIERS, BlockResult, Tier, tiers_of
 from kvtier.verbs import Hint, HintResult
 from kvtier.wire import ListedBlock, key_prefix

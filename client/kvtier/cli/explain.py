@@ -14,8 +14,8 @@ from kvtier.cli.common import DaemonAt, address_option, cache_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
 from kvtier.cli.watch_lines import text_lines
-from kvtier.client import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
 from kvtier.events import WatchItem
+from kvtier.explanation import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
 from kvtier.types import LeaseInfo, duration
 
 GONE: Final = 3

@@ -17,8 +17,9 @@ from kvtier.cli.common import DaemonAt, address_option, cache_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import nonzero, plain, show, table
 from kvtier.cli.status import peer_line
-from kvtier.client import SHORTEST_PREFIX, AsyncClient
+from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
+from kvtier.explanation import SHORTEST_PREFIX
 from kvtier.types import TIERS, Holdings
 
 
