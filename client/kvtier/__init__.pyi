@@ -43,7 +43,7 @@ from kvtier.events import (
     SnapshotSlice as SnapshotSlice,
     SnapshotStart as SnapshotStart,
 )
-from kvtier.explanation import Explanation as Explanation
+from kvtier.explanation import Explanation as Explanation, RequestExplanation as RequestExplanation
 from kvtier.groups import AcrossLease as AcrossLease
 from kvtier.lease import ReadLease as ReadLease, WriteLease as WriteLease
 from kvtier.mirror import (

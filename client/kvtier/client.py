@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Self, cast
 
 import grpc
 
@@ -16,7 +17,16 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import KEY_BYTES
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, Fence, Stream, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
-from kvtier.explanation import SHORTEST_PREFIX, Explanation, explanation_from_wire, with_past
+from kvtier.explanation import (
+    SHORTEST_PREFIX,
+    Explanation,
+    RequestExplanation,
+    explanation_from_wire,
+    seconds_a_block,
+    tier_runs,
+    why_missed,
+    with_past,
+)
 from kvtier.session import DEFAULT_PATIENCE_S, Session
 from kvtier.transport import Link, Request, Response, Stubs, TlsFiles, send
 from kvtier.types import (
@@ -33,12 +43,14 @@ from kvtier.types import (
     RemoteGcReport,
     RemovalReport,
     ResizeReport,
+    Tier,
 )
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
+    from kvtier.chains import Prompt
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 LONG_TIMEOUT_S: Final = 3600.0
@@ -249,6 +261,56 @@ class AsyncClient:
         except TimeoutError:
             raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from None
 
+    async def explain_request(
+        self,
+        cache: str,
+        keys: wire.Keys | Prompt,
+        *,
+        variants: Mapping[str, wire.Keys] | None = None,
+        timeout: float | None = None,
+    ) -> RequestExplanation:
+        """Says how much of a request's chain a cache has, in which tiers, and why the first missing block is missing.
+
+        Not a use of the blocks. ``keys``: a chain's keys, or a prompt (see :meth:`kvtier.Cache.prompt`), with which a
+        cache that keeps tokens says at which token the nearest stored prompt parts. ``variants``: other keys of the
+        same tokens by name, such as "without the salt". Raises :class:`kvtier.errors.NotFound` for an unknown cache.
+        """
+        from kvtier.chains import Prompt  # numpy, as for open_cache
+
+        prompt = keys if isinstance(keys, Prompt) else None
+        packed = prompt.keys if prompt is not None else wire.packed_keys(cast("wire.Keys", keys))
+        asked = len(packed) // KEY_BYTES
+        opened = await self.open_cache(cache, write=False, timeout=timeout)
+        try:
+            found = await opened.across.match(packed, remote=opened.info.remote, timeout=timeout)
+            parts_at = await _parting(opened, prompt, found.blocks, asked, timeout)
+            others = (variants or {}).items()
+            stored = {name: await opened.across.prefix_length(other, timeout=timeout) for name, other in others}
+            key = packed[found.blocks * KEY_BYTES :][:KEY_BYTES]
+            places = [await opened.in_group(group).probe(key) if key else b"" for group in opened.across.groups]
+        finally:
+            await opened.close()
+        miss = await self.explain(key, timeout=timeout) if key else None
+        spans = sorted(found.groups, key=lambda span: opened.spec.groups[span.group].window_tokens > 0)
+        return RequestExplanation(
+            cache,
+            asked,
+            found.blocks,
+            max(found.blocks, found.remote_blocks),
+            tier_runs(spans[0].residency, await self._costs(cache, opened.spec.block_bytes(spans[0].group), timeout)),
+            parts_at,
+            "" if miss is None else why_missed(cache, places, miss, stored, found.blocks),
+            miss,
+        )
+
+    async def _costs(self, cache: str, block_bytes: int, timeout: float | None) -> Mapping[Tier, float]:
+        """Seconds to bring a block from each tier into memory, as far as the caller may know them."""
+        with suppress(PermissionDenied):
+            for stats in (await self.stats(timeout=timeout)).caches:
+                if stats.name == cache:
+                    return seconds_a_block(stats, block_bytes)
+        return {}
+
     async def holdings(self, keys: wire.Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
         """How much of a chain the daemon and its peers hold, in every cache that the caller may read or watch.
 
@@ -375,6 +437,17 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def _parting(
+    cache: Cache, prompt: Prompt | None, blocks: int, asked: int, timeout: float | None
+) -> tuple[int, int]:
+    """The tokens that the nearest stored chain shares with a request, at least and at most."""
+    step = cache.spec.tokens_per_block
+    if prompt is not None and cache.info.options.keep_tokens:
+        tokens = (await cache.across.match_tokens(prompt, timeout=timeout)).tokens
+        return tokens, tokens
+    return blocks * step, min(blocks + 1, asked) * step
 
 
 def _name(cache: str | None) -> str:

@@ -1,16 +1,18 @@
-"""Explanations: what the daemon knows of a block or of a request, and why a block is gone."""
+"""Explanations: the place and the past of a block, the stored prefix of a request, and the reason for a miss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from enum import IntEnum
+from itertools import groupby
 from typing import Any, Final
 
 from kvtier import wire
 from kvtier.events import Event, Gap
-from kvtier.types import Cause, Cursor, EventType, LeaseInfo, Tier
+from kvtier.types import CacheStats, Cause, Cursor, EventType, LeaseInfo, Tier, tiers_of
 from kvtier.v1 import admin_pb2
 from kvtier.watch import Watch
 
@@ -195,3 +197,84 @@ async def with_past(now: Explanation, watch: Watch) -> Explanation:
                 break
     clear = len(keys) == 1
     return replace(now, keys=tuple(sorted(keys)[:MOST_KEYS]), past=tuple(past) if clear else (), gaps=tuple(gaps))
+
+
+@dataclass(slots=True, frozen=True)
+class TierRun:
+    """Blocks of a prefix in a row whose fastest copies are in the same tier. ``load_s``: expected seconds to bring them
+    into memory, by the daemon's copies so far; None if there were none."""
+
+    tier: Tier
+    first_block: int
+    blocks: int
+    load_s: float | None
+
+
+@dataclass(slots=True, frozen=True)
+class RequestExplanation:
+    """How much of a request's chain a cache has, and why it ends there.
+
+    ``blocks``: of the stored prefix; ``asked``: of the chain. ``remote_blocks``: of the prefix with the remote store's.
+    ``why``: the reason for the first miss; empty if there is none. ``miss``: what is known of the first missing block.
+    ``parts_at``: the tokens that the nearest stored chain shares, at least and at most.
+    """
+
+    cache: str
+    asked: int
+    blocks: int
+    remote_blocks: int
+    runs: tuple[TierRun, ...]
+    parts_at: tuple[int, int]
+    why: str
+    miss: Explanation | None
+
+    def to_json(self) -> dict[str, Any]:
+        runs = [{**asdict(run), "tier": str(run.tier)} for run in self.runs]
+        return {**asdict(replace(self, miss=None)), "runs": runs, "miss": self.miss and self.miss.to_json()}
+
+
+def tier_runs(residency: bytes, seconds_a_block: Mapping[Tier, float]) -> tuple[TierRun, ...]:
+    """The runs of a prefix. ``seconds_a_block``: to bring a block from a tier into memory, where that is known."""
+    runs: list[TierRun] = []
+    for tier, blocks in groupby(min(tiers_of(each)) for each in residency):
+        count = len([*blocks])
+        cost = seconds_a_block.get(tier)
+        first = runs[-1].first_block + runs[-1].blocks if runs else 0
+        runs.append(TierRun(tier, first, count, None if cost is None else cost * count))
+    return tuple(runs)
+
+
+def seconds_a_block(stats: CacheStats, block_bytes: int) -> dict[Tier, float]:
+    """Seconds to bring a block from each tier into memory. Memory itself costs nothing."""
+    seconds = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0.0)
+    for edge in stats.edges:
+        src, dst = (Tier[name.upper()] for name in edge.edge.split(">"))
+        if dst is Tier.HOST and edge.copy_ns and edge.bytes:
+            seconds[src] = block_bytes * edge.copy_ns / edge.bytes / 1e9
+    return seconds
+
+
+def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants: Mapping[str, int], blocks: int) -> str:
+    """A sentence for the first missing block of a request.
+
+    Args:
+        places: by window group of the cache, the block's residency.
+        miss: the explanation of its key, in all caches.
+        variants: names of other keys of the same tokens, with their stored blocks.
+        blocks: stored blocks of the request.
+    """
+    for end in miss.endings():
+        if end.cache == cache:
+            since = datetime.fromtimestamp(end.time_ns / 1e9).isoformat(" ", "milliseconds")
+            return f"Gone since {since}. {why_gone(end.cause)}"
+    if any(each.there and each.cache == cache for each in miss.remote):
+        return "Only the remote store has it."
+    if len({any(each) for each in places}) > 1:
+        lacking = [str(group) for group, each in enumerate(places) if not any(each)]
+        return f"Window groups {', '.join(lacking)} lack it."
+    if elsewhere := sorted({block.cache for block in miss.blocks} - {cache}):
+        return f"Cache {elsewhere[0]} has it: other weights, another spec, or another name."
+    for name, stored in variants.items():
+        if stored > blocks:
+            return f"The same tokens are stored {name}: {stored} blocks."
+    return "It was never stored, or that is longer ago than the log goes back."

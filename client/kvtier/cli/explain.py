@@ -1,21 +1,34 @@
-"""``kvtier explain``: the place, the leases and the past of one block."""
+"""``kvtier explain``: the place and the past of a block, and the stored part of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Final
+from pathlib import Path
+from typing import Final, TextIO
 
 import click
 from rich.text import Text
 
+from kvtier.abi.keys import Scope, chain_keys
+from kvtier.abi.words import KEY_BYTES
 from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, address_option, cache_option
+from kvtier.cli.locate import token_ids
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
 from kvtier.cli.watch_lines import text_lines
+from kvtier.client import AsyncClient
 from kvtier.events import WatchItem
-from kvtier.explanation import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
+from kvtier.explanation import (
+    SHORTEST_PREFIX,
+    BlockExplained,
+    CopyExplained,
+    CopyState,
+    Explanation,
+    RequestExplanation,
+    why_gone,
+)
 from kvtier.types import LeaseInfo, duration
 
 GONE: Final = 3
@@ -37,21 +50,88 @@ _REMOTE: Final[Mapping[bool | None, str]] = {
 
 @command()
 @address_option
-@click.argument("key", type=KeyType(SHORTEST_PREFIX))
-@cache_option(help="Only in this cache.  [default: all that you may see]")
+@click.argument("wanted", metavar="[KEY|@PROMPT]", required=False)
+@cache_option(help="Only in this cache; a request needs it.  [default: all that you may see]")
+@click.option("--tokenizer", metavar="FILE", help="Of the PROMPT's text: the model's tokenizer.json.")
+@click.option("--tokens", type=click.File(), help="A file with a prompt's token ids.")
+@click.option("--keys", type=click.File(), help="A file with a chain's keys in hex.")
+@click.option("--salt", type=click.File(), help="A file with the prompt's salt; a newline at its end does not count.")
 @output_option()
-def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
-    """Say where a block is, which leases hold it, and its past.
+def explain(
+    daemon: DaemonAt,
+    wanted: str | None,
+    cache: str | None,
+    tokenizer: str | None,
+    tokens: TextIO | None,
+    keys: TextIO | None,
+    salt: TextIO | None,
+    form: str,
+) -> None:
+    """Say where a block or a request is stored, and why not.
 
-    KEY is in hex; its first 8 digits or more suffice if no other key begins with them. The command does not count as a
-    use of the block.
+    Of a block, given by its KEY in hex or the first 8 digits or more: where it is, which leases hold it, and its past.
+    Of a request, a PROMPT as text, as token ids or as keys: how much of it a load would find, in which tiers, and why
+    the first missing block is missing. The command does not count as a use of the blocks.
 
-    Exit status: 0 the block is stored, here or in a remote store; 3 it is gone, and the log has the cause; 4 it is
-    unknown: never stored, or longer ago than the log goes back; 1 several keys begin with KEY, or as for every command.
+    Exit status: 0 the block, or the whole request, is stored, here or in a remote store; 3 it is gone, and the log has
+    the cause; 4 it is unknown: never stored, or longer ago than the log goes back; 1 several keys begin with KEY, or as
+    for every command.
     """
-    told = daemon.ask(lambda client: client.explain(key, cache=cache))
-    show(form, told.to_json(), Text("\n").join(page(told)))
-    raise SystemExit(STATUS[told.state])
+    if [wanted, tokens, keys].count(None) != 2 or (tokenizer is not None and wanted is None):
+        raise click.UsageError("name a KEY, @PROMPT with --tokenizer, --tokens or --keys")
+    if wanted is not None and tokenizer is None:
+        key = KeyType(SHORTEST_PREFIX).convert(wanted, None, None)
+        told = daemon.ask(lambda client: client.explain(key, cache=cache))
+        show(form, told.to_json(), Text("\n").join(page(told)))
+        raise SystemExit(STATUS[told.state])
+    if cache is None:
+        raise click.UsageError("a request has other keys in each cache: say which by --cache")
+    if keys is not None:
+        chain = b"".join(KeyType(KEY_BYTES).convert(line, None, None) for line in keys.read().split())
+        asked = daemon.ask(lambda client: client.explain_request(cache, chain))
+    else:
+        ids = token_ids(tokens.read()) if tokens is not None else _tokenized(wanted or "", tokenizer or "")
+        secret = salt.read().removesuffix("\n") if salt is not None else None
+        asked = daemon.ask(lambda client: _explained(client, cache, ids, secret))
+    show(form, asked.to_json(), Text("\n").join(_request(asked)))
+    if asked.miss is not None:
+        raise SystemExit(GONE if any(end.cache == cache for end in asked.miss.endings()) else UNKNOWN)
+
+
+async def _explained(client: AsyncClient, cache: str, tokens: Sequence[int], salt: str | None) -> RequestExplanation:
+    opened = await client.open_cache(cache, write=False)
+    prompt, step = opened.prompt(tokens, Scope(salt=salt)), opened.spec.tokens_per_block
+    variants = {} if salt is None else {"without the salt": chain_keys(tokens, step)}
+    return await client.explain_request(cache, prompt, variants=variants)
+
+
+def _tokenized(prompt: str, place: str) -> list[int]:
+    """Token ids of ``@FILE`` or of a text. ``place``: the file or the name of the tokenizer."""
+    try:
+        from tokenizers import Tokenizer  # for this command alone
+    except ImportError as error:
+        raise click.ClickException("--tokenizer needs the package: pip install tokenizers") from error
+    try:
+        text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
+        return list(Tokenizer.from_file(place).encode(text).ids)
+    except Exception as error:  # tokenizers raises no class of its own
+        raise click.ClickException(f"{place}: {error}") from error
+
+
+def _request(told: RequestExplanation) -> Iterator[Text]:
+    known = [run.load_s for run in told.runs if run.load_s is not None]
+    seconds = sum(known) if len(known) == len(told.runs) else 0.0
+    slow = f", a load takes about {seconds:.3f} s" if seconds else ""
+    yield Text(f"{told.cache}: {told.blocks} of {told.asked} blocks are stored{slow}", style="bold")
+    for run in told.runs:
+        yield Text(f"  {run.tier!s:<11} blocks {run.first_block} to {run.first_block + run.blocks - 1}")
+    if told.remote_blocks > told.blocks:
+        yield Text(f"  remote      blocks {told.blocks} to {told.remote_blocks - 1}")
+    if told.miss is not None:
+        low, high = told.parts_at
+        at = f"token {low}" if low == high else f"a token from {low} to {high - 1}"
+        yield Text(f"block {told.blocks} is missing: {told.why}", style="red")
+        yield Text(f"the nearest stored prompt parts at {at}")
 
 
 def page(told: Explanation) -> Iterator[Text]:

@@ -33,11 +33,15 @@ def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | l
             raise click.BadParameter(f"{value[1:]}: {error}", ctx, param) from error
     elif "," not in value:
         return KeyType(SHORTEST_PREFIX).convert(value, param, ctx)
+    return token_ids(text)
+
+
+def token_ids(text: str) -> list[int]:
+    """Parses token ids. Raises :class:`click.BadParameter`."""
     tokens = re.findall(r"[^\s,\[\]]+", text)
     bad = next((each for each in tokens if not each.isdecimal() or int(each) > MAX_TOKEN_ID), None)
     if bad is not None:
-        message = f"{bad!r} is no token id: integers from 0 to {MAX_TOKEN_ID}, with commas between them"
-        raise click.BadParameter(message, ctx, param)
+        raise click.BadParameter(f"{bad!r} is no token id: integers from 0 to {MAX_TOKEN_ID}, with commas between them")
     return [int(each) for each in tokens]
 
 

@@ -91,6 +91,7 @@ class Client(Twin[client.AsyncClient]):
     caches = waits(client.AsyncClient.caches)
     leases = waits(client.AsyncClient.leases)
     explain = waits(client.AsyncClient.explain)
+    explain_request = waits(client.AsyncClient.explain_request)
     holdings = waits(client.AsyncClient.holdings)
     kick = waits(client.AsyncClient.kick)
     remove_cache = waits(client.AsyncClient.remove_cache)
