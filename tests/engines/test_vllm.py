@@ -34,6 +34,7 @@ PROMPT = 300
 FULL = PROMPT // BLOCK * BLOCK
 """Tokens of a prompt that can be cached."""
 SHARED = 160
+TOOLS_BYTES = 1 << 20
 BUDGETS = {"host_bytes": 16 << 20, "disk_bytes": 64 << 20}
 """Of one cache; the tests' daemon has room for all of them."""
 HICCUP_S = 1.0
@@ -616,6 +617,27 @@ def ask(port: str, body: Mapping[str, Any]) -> str:
             return str(json.load(answer)["choices"][0]["text"])
     except urllib.error.URLError:
         return ""
+
+
+def test_an_agents_hints_are_worth_hits(engines, daemon, make_model):
+    """The example of a tool-calling loop, with a cache of eight prompts of others."""
+    python, model, port = require(engines, "vllm"), str(make_model("llama")), free_port()
+    transfer = {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"address": daemon.address, "cache": "tools", "host_bytes": TOOLS_BYTES}
+        | {"disk_bytes": TOOLS_BYTES, "reserve_blocks": 4},
+    }
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port]
+    words += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
+    words += ["--num-gpu-blocks-override", "40", "--enable-prompt-tokens-details"]
+    words += ["--kv-transfer-config", json.dumps(transfer)]
+    with serving(words, environment(*folders(engines, "vllm")), "Application startup complete"):
+        command = [python, ROOT / "examples/vllm_tool_loop.py", f"http://127.0.0.1:{port}", model]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * ANSWER_S, check=True)
+    without, hinted = (int(found) for found in re.findall(r": (\d+) of the agent's", done.stdout))
+    assert hinted > without + 640, done.stdout
 
 
 def test_the_example(engines):
