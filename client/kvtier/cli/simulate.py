@@ -15,7 +15,7 @@ from kvtier.cli.common import run
 from kvtier.cli.options import CommandGroup, output_option, requests_option, trace_argument
 from kvtier.cli.output import progress_bar, show, table
 from kvtier.errors import InvalidArgument
-from kvtier.replay.trace import key_of, read
+from kvtier.replay.trace import arrivals, key_of, read
 from kvtier.types import Tier, size
 
 if TYPE_CHECKING:
@@ -43,6 +43,19 @@ class _Counts(click.ParamType[tuple[int, ...]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         parts: Any = value.split(",") if isinstance(value, str) else value
         return tuple(self._each.convert(part, param, ctx) for part in parts)
+
+
+class _Hints(click.ParamType[dict[str, float]]):
+    """Shares of requests by the kind of hint."""
+
+    name = "hints"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
+        pairs = [part.partition("=") for part in value.split(",")]
+        share = click.FloatRange(0, 1)
+        if unknown := sorted({kind for kind, _, _ in pairs} - {"ends", "returns"}):
+            self.fail(f"{unknown[0]!r} is no kind of hint: ends or returns", param, ctx)
+        return {kind: share.convert(number, param, ctx) for kind, _, number in pairs}
 
 
 @simulate.command()
@@ -116,20 +129,29 @@ def fleet(
     show_default=True,
     help="Host blocks, of one host after another.",
 )
+@click.option(
+    "--hints",
+    type=_Hints(),
+    metavar="ends=SHARE,returns=SHARE",
+    help="After this share of the requests, tell the ends of blocks and when others return, wrong by a factor up to e.",
+)
 @requests_option
 @output_option()
-def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str) -> None:
+def policy(
+    trace: Path, slots: tuple[int, ...], hints: dict[str, float] | None, requests: int | None, form: str
+) -> None:
     """Send the request TRACE to one host under each eviction policy.
 
     The policy belady knows the future: no other policy finds more. A prompt longer than the host is cut.
     """
-    from kvtierd.simulate.policy import POLICIES, blocks_found  # nothing else here needs the daemon
+    from kvtierd.simulate.policy import POLICIES, Oracle, blocks_found  # nothing else here needs the daemon
 
-    chains = run(_chains(trace, requests))
+    chains, oracle = run(_chains(trace, requests)), Oracle(**hints) if hints else None
+    times = run(arrivals(trace, requests)) if hints else []
     rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
         for count, name in bar.track(list(product(slots, POLICIES)), description="hosts"):
-            found = blocks_found(name, {Tier.HOST: count}, chains)
+            found = blocks_found(name, {Tier.HOST: count}, chains, times, oracle)
             asked = sum(min(len(chain), count) for chain in chains)
             rows.append({"slots": count, "policy": name, "asked": asked, "found": found})
     shown = []

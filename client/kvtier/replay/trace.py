@@ -33,6 +33,14 @@ Request: TypeAlias = tuple[int, ...]
 """The ids of a request's blocks, in the order of its prompt."""
 
 
+async def arrivals(path: Path, limit: int | None = None) -> list[float]:
+    """Seconds at which the first ``limit`` requests arrive, by their ``timestamp`` in milliseconds; without, a second
+    apart. Call :func:`read` first, which checks the lines."""
+    async with aiofiles.open(path, encoding="utf-8") as file:
+        lines = [json.loads(line) async for line in file][:limit]
+    return [line.get("timestamp", 1000 * number) / 1000 for number, line in enumerate(lines)]
+
+
 async def read(path: Path, limit: int | None = None) -> list[Request]:
     """The first ``limit`` requests, in order of arrival. Raises :class:`InvalidArgument` with the line at fault."""
     requests: list[Request] = []

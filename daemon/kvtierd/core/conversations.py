@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import log2
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -22,6 +23,17 @@ IDLE_NS: Final = 3_600 * 10**9
 MOST: Final = 65_536
 """Largest number of conversations of a cache. The least recently told half is forgotten beyond it."""
 _NS_PER_MS: Final = 1_000_000
+_LATE: Final = 3
+_SOONEST: Final = 60
+
+
+def expected(in_ms: int) -> tuple[int, int]:
+    """Priority and duration in milliseconds of a block that is expected to be asked for in this time.
+
+    A block is kept for three times as long. Its priority is 60 if it is expected at once; each doubling of the time
+    takes 2 off, down to just above the default after an hour.
+    """
+    return max(DEFAULT_PRIORITY + 1, _SOONEST - int(2 * log2(1 + in_ms / 1000))), _LATE * in_ms
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 from kvtier.v1 import blocks_pb2
-from kvtierd.core.conversations import Kept
+from kvtierd.core.conversations import Kept, expected
 from kvtierd.core.ids import BITS, CacheId, GroupId, Key, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY
@@ -33,11 +33,6 @@ LONGEST_MS: Final = 3_600_000
 HINTS_A_SECOND: Final = 1_000
 SHARE: Final = 8
 """A client's hints keep at most one in this many blocks of the lowest tier at a time."""
-_LATE: Final = 3
-"""A block is kept for this many times the time in which it is expected."""
-_SOONEST: Final = 60
-"""Priority of a block that is expected at once. Each doubling of the time takes 4 off, down to just above the
-default."""
 
 _ACCEPTED: Final = blocks_pb2.HINT_OUTCOME_ACCEPTED
 _CLIPPED: Final = blocks_pb2.HINT_OUTCOME_CLIPPED
@@ -157,8 +152,7 @@ class Hints:
         return await self._keep(order, order.hint.priority, order.for_ms, lasting=True)
 
     async def _return(self, order: _Order) -> blocks_pb2.HintResult:
-        sooner = _SOONEST - int(4 * math.log2(1 + order.for_ms / 1000))
-        return await self._keep(order, max(DEFAULT_PRIORITY + 1, sooner), _LATE * order.for_ms, lasting=False)
+        return await self._keep(order, *expected(order.for_ms), lasting=False)
 
     async def _keep(self, order: _Order, priority: int, for_ms: int, *, lasting: bool) -> blocks_pb2.HintResult:
         """Retains the target. ``lasting``: of a conversation, its later blocks instead, once there are any."""

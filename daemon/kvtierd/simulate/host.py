@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvtierd.core.conversations import expected
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import REMOVED, STORED, BlockEvent, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, SessionId, Tier
@@ -40,6 +41,8 @@ class Host:
         self.core = BlockManager(CacheId(1), [shape], EventSequencer(), policy)
         self._tier = min(slots)
         self._longest = slots[self._tier]
+        self.now = 0
+        """The simulated time in nanoseconds."""
         self._moves: list[Move] = []
         self._grants: list[Grant] = []
         self._events: list[BlockEvent] = []
@@ -52,21 +55,30 @@ class Host:
         if len(chain) > self._longest:
             raise BadArgument("chain", len(chain), f"at most {self._longest} blocks, which the {self._tier} tier has")
         self._events.clear()
-        _, outcome = self.core.acquire(_CLIENT, [GROUP], self._tier, [ChainRequest(chain)], 0)
+        _, outcome = self.core.acquire(_CLIENT, [GROUP], self._tier, [ChainRequest(chain)], self.now)
         prefix = self._granted(outcome)
         found = prefix.blocks
         leases = list(prefix.leases)
         if found < len(chain):
-            _, outcome = self.core.reserve(_CLIENT, GROUP, self._tier, len(chain) - found, 0)
+            _, outcome = self.core.reserve(_CLIENT, GROUP, self._tier, len(chain) - found, self.now)
             blank = self._granted(outcome)
             parents = [None, *chain[:-1]]
             rows = zip(blank.only.slots, chain[found:], parents[found:], strict=True)
             items = [CommitItem(slot, key, parent, DEFAULT_PRIORITY) for slot, key, parent in rows]
             (lease,) = blank.leases
-            self._take(self.core.commit(_CLIENT, lease, items, 0)[1])
+            self._take(self.core.commit(_CLIENT, lease, items, self.now)[1])
             leases.append(lease)
-        self._take(self.core.release(_CLIENT, leases, 0))
+        self._take(self.core.release(_CLIENT, leases, self.now))
         return Served(found, self._keys(STORED), self._keys(REMOVED))
+
+    def end(self, keys: Sequence[Key]) -> None:
+        """Lets these blocks, the deepest first, leave before others."""
+        self._take(self.core.end(keys, self.now)[1])
+
+    def expect(self, key: Key, seconds: float) -> None:
+        """Keeps a block that is expected to be asked for in this time."""
+        priority, for_ms = expected(max(1, int(1000 * seconds)))
+        self._take(self.core.set_retention(GROUP, [key], [priority], [for_ms], self.now)[1])
 
     def _granted(self, outcome: Outcome) -> Grant:
         """Completes moves until the call is answered."""
@@ -74,7 +86,7 @@ class Host:
         while not self._grants:
             results = [MoveResult(move.id) for move in self._moves]
             self._moves.clear()
-            self._take(self.core.completed(results, 0))
+            self._take(self.core.completed(results, self.now))
         return self._grants.pop()
 
     def _take(self, outcome: Outcome) -> None:
@@ -83,7 +95,7 @@ class Host:
         self._grants += outcome.grants
         self._events += outcome.events
         if self.core.behind:
-            self._take(self.core.go_on(0))
+            self._take(self.core.go_on(self.now))
 
     def _keys(self, kind: EventType) -> list[Key]:
         return [key for event in self._events if event.type is kind for key in event.blocks.keys]

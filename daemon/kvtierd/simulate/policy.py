@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from random import Random
 from typing import Final
 
 from kvtierd.core.eviction import EVICTORS
@@ -17,12 +20,39 @@ POLICIES: Final = (*EVICTORS, BELADY)
 _NEVER: Final = 1 << 62
 
 
-def blocks_found(policy: str, slots: Mapping[Tier, int], chains: Sequence[Sequence[bytes]]) -> int:
+@dataclass(slots=True, frozen=True)
+class Oracle:
+    """Tells hints after each request. ``ends``: share of requests after which the blocks that no later request asks for
+    end. ``returns``: share of those after which the others are expected, in a time wrong by a factor of e^-1 to e."""
+
+    ends: float = 0.0
+    returns: float = 0.0
+
+    def tell(
+        self, host: Host, chain: Sequence[Key], following: Sequence[int], times: Sequence[float], draw: Random
+    ) -> None:
+        """``following``: the number of the next request for each block. ``times``: of all requests, in seconds."""
+        if draw.random() < self.ends:
+            host.end([key for key, request in zip(chain, following, strict=True) if request == _NEVER][::-1])
+        if draw.random() < self.returns:
+            last = {request: key for key, request in zip(chain, following, strict=True) if request != _NEVER}
+            for request, key in last.items():
+                host.expect(key, (times[request] - host.now / 1e9) * exp(draw.uniform(-1, 1)))
+
+
+def blocks_found(
+    policy: str,
+    slots: Mapping[Tier, int],
+    chains: Sequence[Sequence[bytes]],
+    times: Sequence[float] = (),
+    oracle: Oracle | None = None,
+) -> int:
     """Sends every request, a chain of keys, to a host.
 
     Args:
         policy: one of :data:`POLICIES`.
         slots: by tier. A longer prompt is cut to the slots of the fastest tier.
+        times: arrivals of the requests in seconds, for ``oracle``.
 
     Returns:
         Blocks of prefixes that the host had.
@@ -32,7 +62,14 @@ def blocks_found(policy: str, slots: Mapping[Tier, int], chains: Sequence[Sequen
     if policy == BELADY:
         return _belady(sum(slots.values()), cut)
     host = Host(slots, Policy(eviction=policy))
-    return sum(host.request(chain).found for chain in cut)
+    if oracle is None:
+        return sum(host.request(chain).found for chain in cut)
+    found, draw = 0, Random(0)
+    for chain, following, time in zip(cut, _next_requests(cut), times, strict=True):
+        host.now = int(time * 1e9)
+        found += host.request(chain).found
+        oracle.tell(host, chain, following, times, draw)
+    return found
 
 
 def _belady(slots: int, chains: Sequence[Sequence[Key]]) -> int:
