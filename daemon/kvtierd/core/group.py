@@ -51,7 +51,7 @@ class GroupState:
             tier: Candidates(tier, shape.slots[tier], self.evictor.lift if self.below[tier] else 0)
             for tier in self.tiers
         }
-        self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
+        self.ledgers = recorder.ledgers(self.group, self.tiers)
         self._changed: dict[Block, None] = {}
         """Blocks changed since the last placement, which may belong on other candidate lists."""
         self.held = dict.fromkeys(self.tiers, 0)
