@@ -16,16 +16,7 @@ from kvtierd.core.errors import BadArgument, ResetRefused, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
-from kvtierd.core.leases import (
-    FetchTicket,
-    LeaseRecord,
-    LeaseTable,
-    LeftLease,
-    ReserveTicket,
-    SlotLease,
-    Ticket,
-    holders_of,
-)
+from kvtierd.core.leases import FetchTicket, LeaseTable, LeftLease, ReserveTicket, SlotLease, Ticket, holders_of
 from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import RecoveredBlock
@@ -171,10 +162,6 @@ class BlockManager:
         """Number of slots that the session holds to write."""
         leases = (lease for lease in self._leases.of(session) if lease.group == group and lease.tier is tier)
         return sum(len(lease.blank) for lease in leases)
-
-    def lease_records(self) -> list[LeaseRecord]:
-        """All leases, oldest first."""
-        return [LeaseRecord.of(lease) for lease in self.leases.values()]
 
     def take_disk_uses(self) -> dict[GroupId, list[Key]]:
         """Returns disk blocks used since the last call, by group and in order of last use, for the disk to record."""
