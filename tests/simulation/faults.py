@@ -132,9 +132,9 @@ def _shows_the_youngest_first(right: Method, window: WindowManager, ticket: Rese
     window._queues[ticket.tier].rotate(1)
 
 
-def _serves_one_group(right: Method, manager: BlockManager, now: int, window: WindowManager | None = None) -> None:
-    if window is not None and not manager.acquires.tickets:
-        right(manager, now, window)
+def _serves_the_newest(right: Method, manager: BlockManager, now: int) -> None:
+    if manager._last_ticket in manager.tickets.keys() | manager.acquires.tickets.keys():
+        right(manager, now)
 
 
 def _wants_nothing(right: Method, acquires: Acquires, ticket: AcquireTicket, now: int) -> None:
@@ -340,7 +340,7 @@ FAULTS: Final = {
             "queue_overtaken",
             ((WindowManager, "reserve", _shows_the_youngest_first), (WindowManager, "_older_wants", _answers(0))),
         ),
-        Fault("waiting_forgotten", ((BlockManager, "_pump", _serves_one_group),)),
+        Fault("waiting_forgotten", ((BlockManager, "_pump", _serves_the_newest),)),
         Fault("cancelled_but_granted", ((WindowManager, "withdraw", _does_nothing),)),
         Fault("minimum_ignored", ((Acquires, "queue", _wants_nothing),)),
         Fault(

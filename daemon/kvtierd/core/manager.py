@@ -53,8 +53,6 @@ class BlockManager:
         self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
         self._moving: dict[MoveId, GroupId] = {}
         self._last_ticket = 0
-        self._served: tuple[WindowManager, ...] = ()
-        """Groups that the call has served, so that it may have changed them."""
         self.windows = {
             shape.group: WindowManager(shape, self._recorder, policy, self._leases.grant, self._refusal)
             for shape in shapes
@@ -184,7 +182,7 @@ class BlockManager:
         ticket = ReserveTicket(self._next_ticket(), session, tier, count, after)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
-        return ticket.id, self._outcome(now, window)
+        return ticket.id, self._outcome(now)
 
     def commit(
         self,
@@ -206,7 +204,7 @@ class BlockManager:
         results = window.holds.store(owned, items, hold=hold and not release, cause=cause)
         if release:
             self._end(owned)
-        return results, self._outcome(now, window)
+        return results, self._outcome(now)
 
     def lease_ahead(
         self, session: SessionId, group: GroupId, tier: Tier, count: int, after: Key, now: int
@@ -214,7 +212,6 @@ class BlockManager:
         """See :meth:`WindowManager.lease_ahead`. Call right after the session's :meth:`commit`."""
         window = self._window(group)
         lease = window.lease_ahead(session, tier, count, after, now)
-        self._served = (window,)
         return lease, self._take(now)
 
     def acquire(
@@ -243,7 +240,7 @@ class BlockManager:
         window = self.windows[shared.group]
         joined = self._leases.grant(session, window.state, shared.tier)
         window.holds.join(shared, joined)
-        return joined, self._outcome(now, window)
+        return joined, self._outcome(now)
 
     def release(
         self, session: SessionId, leases: Sequence[LeaseId], now: int, slots: Collection[SlotId] = ()
@@ -273,7 +270,7 @@ class BlockManager:
         """
         window = self._window(group)
         window.use_counts.touch(keys)
-        return self._outcome(now, window)
+        return self._outcome(now)
 
     def lose_bytes(self, group: GroupId, key: Key, tier: Tier, slot: SlotId, now: int) -> Outcome:
         """Makes a block lose a copy whose bytes are not the committed bytes, if it is still in this slot."""
@@ -282,7 +279,7 @@ class BlockManager:
         copy = block.copies[tier] if block is not None else None
         if block is not None and copy is not None and copy.valid and copy.slot == slot:
             removal.lose_bytes(window.state, block, tier, copy)
-            self._pump(now, window)
+            self._pump(now)
         return self._take(now)
 
     # -- moves -------------------------------------------------------------------------------------------------------
@@ -304,7 +301,7 @@ class BlockManager:
         upwards = [block for block in blocks if not block.residency & (2 * to.bit - 1)]
         window.state.touch(reversed(upwards))
         window.move(ticket)
-        return ticket.id, self._outcome(now, window)
+        return ticket.id, self._outcome(now)
 
     def drop(
         self, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False, following: Drop | None = None
@@ -318,7 +315,7 @@ class BlockManager:
         window = self._window(group)
         drop = following or Drop(window.state, keys, dry_run=dry_run)
         drop.go_on()
-        return drop, self._take(now) if dry_run else self._outcome(now, window)
+        return drop, self._take(now) if dry_run else self._outcome(now)
 
     def pin(
         self, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
@@ -328,7 +325,7 @@ class BlockManager:
         window = self._window(group)
         window.state.require(tier)
         results = reclaim.pin(window.state, tier, keys, unpin=unpin)
-        return results, self._outcome(now, window)
+        return results, self._outcome(now)
 
     def reset(
         self, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
@@ -381,7 +378,7 @@ class BlockManager:
         """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)
         results = window.set_retention(keys, pairs(priorities, durations_ms))
-        return results, self._outcome(now, window)
+        return results, self._outcome(now)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 
@@ -391,7 +388,7 @@ class BlockManager:
         if ticket in self.tickets:
             window, request = self.tickets[ticket]
             window.expire(request)
-            self._pump(now, window)
+            self._pump(now)
         elif ticket in self.acquires.tickets:
             self.acquires.expire(self.acquires.tickets[ticket])
             self._pump(now)
@@ -402,7 +399,7 @@ class BlockManager:
         if ticket in self.tickets:
             window, request = self.tickets.pop(ticket)
             window.withdraw(request)
-            self._pump(now, window)
+            self._pump(now)
         elif ticket in self.acquires.tickets:
             self.acquires.withdraw(self.acquires.tickets[ticket])
             self._pump(now)
@@ -485,15 +482,14 @@ class BlockManager:
                 removal.restore_disk(window.state)
         return self._outcome(now)
 
-    def _outcome(self, now: int, window: WindowManager | None = None) -> Outcome:
-        """Ends a call that has changed one group or, without a ``window``, perhaps all: serves the waiting requests."""
-        self._pump(now, window)
+    def _outcome(self, now: int) -> Outcome:
+        """Ends a call that may have made room: serves the waiting requests of all groups."""
+        self._pump(now)
         return self._take(now)
 
     def _take(self, now: int) -> Outcome:
-        for window in self._served or self.windows.values():
+        for window in self.windows.values():
             window.state.stamp(now)
-        self._served = ()
         outcome = self._recorder.take(now, self._capacity)
         if self._leases.unstamped:
             self._leases.stamp(now)
@@ -505,18 +501,12 @@ class BlockManager:
             self._moving[move.id] = move.group
         return outcome
 
-    def _pump(self, now: int, window: WindowManager | None = None) -> None:
-        """Serves waiting requests until none can go on. ``window``: the only group whose state has changed."""
+    def _pump(self, now: int) -> None:
+        """Serves waiting requests until none can go on."""
         acquires = self.acquires
         if acquires.tickets:
             acquires.refresh(now)
-        elif window is not None:
-            self._served = (*self._served, window)
-            window.state.expire(now)
-            window.pump(now)
-            return
-        self._served = tuple(self.windows.values())
-        for window in self._served:
+        for window in self.windows.values():
             window.state.expire(now)
         while True:
             for window in self.windows.values():
