@@ -16,13 +16,12 @@ from typing import NamedTuple
 
 from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
-from kvtierd.core.events import REMOVED, STORED, BlockChanges, BlockEvent, Cause, EventSequencer, EventType
+from kvtierd.core.events import NO_CHANGES, REMOVED, STORED, BlockChanges, BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import (
     DISK,
     CacheId,
     GroupId,
     Key,
-    Label,
     LeaseId,
     MoveId,
     SessionId,
@@ -245,27 +244,8 @@ class Transfer(NamedTuple):
     copy_ns: int = 0
 
 
-class _Telling:
-    """An event that may still grow. Values that may change meanwhile are kept in columns; the rest is read from the
-    block at the end."""
-
-    __slots__ = ("blocks", "header", "priorities", "residencies")
-
-    def __init__(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None) -> None:
-        self.header = type, cause, group, transfer
-        self.blocks: list[Block] = []
-        self.residencies: list[int] = []
-        self.priorities: list[int] = []
-
-    def changes(self) -> BlockChanges:
-        blocks = self.blocks
-        keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
-        labels = [block.traits.label for block in blocks]
-        above: list[Label | None] = [None] * len(blocks)
-        if self.header[0] is STORED:
-            above = [None if block.parent is None else block.parent.traits.label for block in blocks]
-        return BlockChanges(keys, parents, self.residencies, self.priorities, labels, above)
-
+_Header = tuple[EventType, Cause, GroupId, Transfer | None]
+"""The fields that all blocks of an event share."""
 
 _Lane = tuple[GroupId, Tier, Tier | None, Cause]
 """A group's edge, and the cause of moves along it."""
@@ -284,8 +264,8 @@ class Recorder:
         self._blocks_an_event = policy.blocks_an_event
         self._last_move = 0
         self._ledgers: list[dict[Tier, SlotChanges]] = []
-        self._events: list[_Telling] = []
-        self._telling: _Telling | None = None
+        self._events: list[tuple[_Header, BlockChanges]] = []
+        """The last event may still grow."""
         self._moves: list[Move] = []
         self._open: dict[_Lane, Move] = {}
         """Moves that may grow, by lane."""
@@ -303,22 +283,22 @@ class Recorder:
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
     ) -> None:
         """Records the block's state after a change."""
-        telling = self._telling
-        if (
-            telling is None
-            or len(telling.blocks) >= self._blocks_an_event
-            or telling.header != (type, cause, group, transfer)
-        ):
-            self._telling = telling = _Telling(type, cause, group, transfer)
-            self._events.append(telling)
-        telling.blocks.append(block)
-        telling.residencies.append(0 if type is REMOVED else block.residency)
-        telling.priorities.append(block.priority)
+        header, last = self._events[-1] if self._events else (None, NO_CHANGES)
+        if header != (type, cause, group, transfer) or len(last.keys) >= self._blocks_an_event:
+            last = self.mark(type, cause, group, transfer)
+        last.keys.append(block.key)
+        last.parents.append(block.parent_key)
+        last.residencies.append(0 if type is REMOVED else block.residency)
+        last.priorities.append(block.priority)
+        last.labels.append(block.traits.label)
+        parent = block.parent if type is STORED else None
+        last.parent_labels.append(None if parent is None else parent.traits.label)
 
-    def mark(self, type: EventType, cause: Cause, group: GroupId) -> None:
-        """Records an event of the whole group: created or cleared."""
-        self._events.append(_Telling(type, cause, group, None))
-        self._telling = None
+    def mark(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None = None) -> BlockChanges:
+        """Begins an event. Without blocks it is an event of the whole group: created or cleared."""
+        changes = BlockChanges()
+        self._events.append(((type, cause, group, transfer), changes))
+        return changes
 
     def plan(
         self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause, block: Block, slot: SlotId, to: SlotId | None
@@ -353,10 +333,9 @@ class Recorder:
             tuple(self._grants),
             tuple(self._refusals),
             tuple(self._take_slots()),
-            tuple([self._event(telling, now, capacity) for telling in self._events]),
+            tuple([self._event(*event, now, capacity) for event in self._events]),
         )
         self._events.clear()
-        self._telling = None
         self._moves.clear()
         self._open.clear()
         self._grants.clear()
@@ -370,12 +349,14 @@ class Recorder:
                     ledgers[tier] = SlotChanges(changes.group, tier)
                     yield changes
 
-    def _event(self, telling: _Telling, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> BlockEvent:
-        type, cause, group, transfer = telling.header
-        event = (self._sequencer.take(), type, cause, self._cache, group, now, telling.changes())
+    def _event(
+        self, header: _Header, blocks: BlockChanges, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]
+    ) -> BlockEvent:
+        type, cause, group, transfer = header
+        event = (self._sequencer.take(), type, cause, self._cache, group, now, blocks)
         if type is EventType.CREATED:
             return BlockEvent(*event, capacity=capacity[group])
         if transfer is None:
             return BlockEvent(*event)
-        moved_bytes = transfer.block_bytes * len(telling.blocks)
+        moved_bytes = transfer.block_bytes * len(blocks)
         return BlockEvent(*event, transfer.src, transfer.dst, moved_bytes, transfer.queue_ns, transfer.copy_ns)
