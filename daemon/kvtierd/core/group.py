@@ -200,7 +200,7 @@ class GroupState:
 
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
         """Takes ``count`` slots. The caller has checked that they are free."""
-        slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
+        slots, ledger = self.slots[tier].take(count, SLOT_BLANK), self.ledgers[tier]
         for slot in slots:
             ledger.begin_write(slot)
         ledger.own(slots, session)
@@ -211,17 +211,17 @@ class GroupState:
         if tier is not DISK:
             self.ledgers[tier].free(slot)
         if tier in self.lost:
-            self.slots[tier].enter(slot, SLOT_QUARANTINED)
+            self.slots[tier].change(slot, SLOT_QUARANTINED)
         else:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
         """Plans the deletion of a disk slot's record, before which the slot must not be written."""
         if DISK in self.lost:
-            self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+            self.slots[DISK].change(slot, SLOT_QUARANTINED)
             return
         bad = slot in self.corrupt[DISK]
-        self.slots[DISK].enter(slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
+        self.slots[DISK].change(slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
         move = self.recorder.plan(self.group, DISK, None, CAPACITY, block, slot, None)
         self._retirements.setdefault(move, []).append((block, slot))
 
@@ -233,13 +233,13 @@ class GroupState:
             return False
         for position, (block, slot) in enumerate(retirements):
             if DISK in self.lost:
-                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+                self.slots[DISK].change(slot, SLOT_QUARANTINED)
             elif position in failed:
-                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+                self.slots[DISK].change(slot, SLOT_QUARANTINED)
                 self.undeleted.append((block, slot))
                 self._retire_again_at = now + self.policy.degraded_ns
             elif slot in self.corrupt[DISK]:
-                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+                self.slots[DISK].change(slot, SLOT_QUARANTINED)
             else:
                 self.slots[DISK].give_back(slot)
         return True
@@ -271,7 +271,7 @@ class GroupState:
             raise InvariantViolation(f"block {block} is in {dst}, or on its way there")
         if source.phase is LEAVING:
             self.stay(block, src)
-        slot = self.slots[dst].take(SLOT_FILLING)
+        (slot,) = self.slots[dst].take(1, SLOT_FILLING)
         copy = Copy(slot, FILLING)
         self._attach(block, dst, copy)
         if dst is not DISK:
@@ -335,11 +335,11 @@ class GroupState:
     def settle(self, block: Block, tier: Tier, copy: Copy) -> None:
         """Frees a detached copy's slot if its last hold, read or fill has ended."""
         if copy.phase is FILLING:
-            self.slots[tier].enter(copy.slot, SLOT_RETIRING)
+            self.slots[tier].change(copy.slot, SLOT_RETIRING)
         elif copy.holds > 0:
-            self.slots[tier].enter(copy.slot, SLOT_READY)
+            self.slots[tier].change(copy.slot, SLOT_READY)
         elif copy.reads > 0:
-            self.slots[tier].enter(copy.slot, SLOT_RETIRING)
+            self.slots[tier].change(copy.slot, SLOT_RETIRING)
         elif tier is DISK:
             self.retire(block, copy.slot)
         else:
@@ -521,7 +521,7 @@ class GroupState:
         """
         block = self.enter(key, parent_key, traits)
         self.evictor.enter(block)
-        self.slots[tier].enter(slot, SLOT_READY)
+        self.slots[tier].change(slot, SLOT_READY)
         block.copies[tier] = Copy(slot, READY)
         self.residencies.change(block, BITS[tier])
         self.ledgers[tier].end_write(slot, block)

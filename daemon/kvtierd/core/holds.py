@@ -163,7 +163,7 @@ class Holds:
         table, ledger = self._state.slots[lease.tier], self._state.ledgers[lease.tier]
         for slot in slots:
             writers = lease.writers(slot)
-            table.enter(slot, SLOT_ORPHANED if all(one.orphaned for one in writers) else SLOT_BLANK)
+            table.change(slot, SLOT_ORPHANED if all(one.orphaned for one in writers) else SLOT_BLANK)
             ledger.own((slot,), writers[0].session if len(writers) == 1 else SEVERAL)
 
     def restore(self, lease: SlotLease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
