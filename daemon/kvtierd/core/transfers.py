@@ -66,13 +66,17 @@ class Transfers:
         """Fetches that wait for a copy to become READY."""
         self._demoting: dict[Block, Tier] = {}
         """Target tiers of blocks that a client moved while a copy of the block was in flight."""
-        self.background = 0
         self.to_disk = 0
         self.cleaning = dict.fromkeys(state.tiers, 0)
         """Number of background copies in flight by source tier; each is to make a slot clean."""
         self.edges: dict[Edge, EdgeRecord] = {
             (src, dst): EdgeRecord() for src in state.tiers for dst in state.tiers if src is not dst
         }
+
+    @property
+    def background(self) -> int:
+        """Number of background copies in flight."""
+        return sum(self.cleaning.values())
 
     @property
     def active(self) -> int:
@@ -89,8 +93,7 @@ class Transfers:
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> Copy:
         """Plans a copy. ``dst`` has a free slot, and the block has no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
-        if cause in _BACKGROUND:
-            self._count_background(src, 1)
+        self.cleaning[src] += cause in _BACKGROUND
         self.to_disk += dst is DISK
         flight = CopyInFlight(block, src, dst, source, copy, cause)
         self._in_flight[move].append(flight)
@@ -149,8 +152,7 @@ class Transfers:
     def _land(self, flight: CopyInFlight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state = self._state
         block, src, dst, source, copy = flight.block, flight.src, flight.dst, flight.source, flight.copy
-        if flight.cause in _BACKGROUND:
-            self._count_background(src, -1)
+        self.cleaning[src] -= flight.cause in _BACKGROUND
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         arrived = block.copies[dst] is copy and dst not in state.lost
@@ -168,10 +170,6 @@ class Transfers:
             self._settle_source(flight)
         if block in self._demoting and not _under_way(block):
             del self._demoting[block]
-
-    def _count_background(self, src: Tier, by: int) -> None:
-        self.background += by
-        self.cleaning[src] += by
 
     def _parent_below(self, block: Block, dst: Tier) -> bool:
         """Whether the block may stay in ``dst``: on disk its parent must be there too, so that the disk stays
