@@ -100,10 +100,12 @@ class Transfers:
         return copy
 
     def demote_to(self, block: Block, tier: Tier) -> None:
-        """Notes that a client moved the block to this tier: idle copies above go once no copy of the block is in
-        flight."""
+        """Drops the block's idle copies above this tier, where a client has moved it: once the block is there, and no
+        copy of the block is in flight."""
         if _under_way(block):
             self._demoting[block] = tier
+        for above in self._idle_above(block, tier):
+            self._state.free_copy(block, above, Cause.EXPLICIT)
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
         """Applies a result. Returns the fetches that waited for its copies, once a copy."""
@@ -204,11 +206,9 @@ class Transfers:
             state.clean_copies[src].add(block)
         elif self._promoted(flight):
             state.detach(block, src)
-        target = self._demoting.get(block)
-        if target is not None and block.residency & BITS[target]:
-            for tier in state.above[target]:
-                if self._idle(block, tier):
-                    state.detach(block, tier)
+        if block in self._demoting:
+            for tier in self._idle_above(block, self._demoting[block]):
+                state.detach(block, tier)
         if block.residency != before:  # else the block goes on below ``dst``
             state.recorder.change(UPDATED, cause, state.group, block, transfer)
         state.reconsider(block)
@@ -218,6 +218,11 @@ class Transfers:
         through. A promotion from disk keeps its source."""
         upwards = flight.dst is DEVICE and flight.src is HOST
         return upwards and not self._through and self._idle(flight.block, HOST)
+
+    def _idle_above(self, block: Block, tier: Tier) -> list[Tier]:
+        """The tiers above with an idle copy of the block, if the block is valid in this tier."""
+        there = block.residency & BITS[tier]
+        return [above for above in self._state.above[tier] if there and self._idle(block, above)]
 
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copies[tier]

@@ -11,7 +11,7 @@ from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holds, UseCounts
-from kvtierd.core.ids import BITS, DISK, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.ids import DISK, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, ReserveTicket, SlotLease, Ticket
 from kvtierd.core.outcome import Grant, GroupGrant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
@@ -292,24 +292,20 @@ class WindowManager:
         ticket.waiting = False
         for block in members:
             if block.copies[tier] is None:
-                self._fetch_one(ticket, block, asked=block in asked)
+                src = self.reclaimer.source(block)
+                if ticket.hold:
+                    cause = DEMAND
+                elif block not in asked:
+                    cause = WRITE_THROUGH
+                else:
+                    cause = Cause.PREFETCH if src > tier else Cause.EXPLICIT
+                self.transfers.start(block, src, tier, cause)
             self._join(ticket, block)
         for block in claimed:
             self.state.unclaim(block)
         if not ticket.hold:
             for block in claimed:
                 self.transfers.demote_to(block, tier)
-            self._purge_present(claimed, tier)
-
-    def _fetch_one(self, ticket: FetchTicket, block: Block, *, asked: bool) -> None:
-        src = self.reclaimer.source(block)
-        if ticket.hold:
-            self.transfers.start(block, src, ticket.tier, DEMAND)
-        elif not asked:
-            self.transfers.start(block, src, ticket.tier, WRITE_THROUGH)
-        else:
-            cause = Cause.PREFETCH if src > ticket.tier else Cause.EXPLICIT
-            self.transfers.start(block, src, ticket.tier, cause)
 
     def _join(self, ticket: FetchTicket, block: Block) -> None:
         tier = ticket.tier
@@ -323,17 +319,6 @@ class WindowManager:
         if not copy.valid:
             self.transfers.await_copy(copy, ticket)
             ticket.pending += 1
-
-    def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
-        """Drops the idle upper copies of blocks that are in the tier: their demotion needs no copy."""
-        bit = BITS[tier]
-        for block in blocks:
-            if not block.residency & bit or block.residency == bit:
-                continue
-            for above in self.state.above[tier]:
-                upper = block.copies[above]
-                if upper is not None and upper.still and block.claims == 0:
-                    self.state.free_copy(block, above, Cause.EXPLICIT)
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
