@@ -207,7 +207,7 @@ class GroupState:
         return slots
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
-        """Frees a slot in any state. Disk slots with a record go through :meth:`retire`."""
+        """Frees a slot in any state. A disk slot with a record goes through :meth:`retire` first."""
         if tier is not DISK:
             self.ledgers[tier].free(slot)
         if tier in self.lost:
@@ -232,16 +232,13 @@ class GroupState:
         if retirements is None:
             return False
         for position, (block, slot) in enumerate(retirements):
-            if DISK in self.lost:
-                self.slots[DISK].change(slot, SLOT_QUARANTINED)
-            elif position in failed:
-                self.slots[DISK].change(slot, SLOT_QUARANTINED)
+            if position in failed and DISK not in self.lost:
                 self.undeleted.append((block, slot))
                 self._retire_again_at = now + self.policy.degraded_ns
-            elif slot in self.corrupt[DISK]:
+            if position in failed or slot in self.corrupt[DISK]:
                 self.slots[DISK].change(slot, SLOT_QUARANTINED)
             else:
-                self.slots[DISK].give_back(slot)
+                self.give_back(DISK, slot)
         return True
 
     def retire_again(self, now: int) -> None:

@@ -279,8 +279,7 @@ class BlockManager:
         copy = block.copies[tier] if block is not None else None
         if block is not None and copy is not None and copy.valid and copy.slot == slot:
             removal.lose_bytes(window.state, block, tier, copy)
-            self._pump(now)
-        return self._take(now)
+        return self._outcome(now)
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
@@ -388,22 +387,18 @@ class BlockManager:
         if ticket in self.tickets:
             window, request = self.tickets[ticket]
             window.expire(request)
-            self._pump(now)
         elif ticket in self.acquires.tickets:
             self.acquires.expire(self.acquires.tickets[ticket])
-            self._pump(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def cancel(self, ticket: TicketId, now: int) -> Outcome:
         """Withdraws a ticket whose caller has gone: holds end, and no answer comes. Does nothing if it was answered."""
         if ticket in self.tickets:
             window, request = self.tickets.pop(ticket)
             window.withdraw(request)
-            self._pump(now)
         elif ticket in self.acquires.tickets:
             self.acquires.withdraw(self.acquires.tickets[ticket])
-            self._pump(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def orphan_session(self, session: SessionId, now: int) -> Outcome:
         """Orphans a disconnected session: its process may still write, so its blank slots stay out of circulation."""

@@ -81,17 +81,15 @@ class WindowManager:
         else:
             self._queues[tier].append(ticket)
 
-    def retain(self, blocks: Sequence[Block], given: Sequence[tuple[int, int]]) -> None:
+    def retain(self, blocks: Sequence[Block | None], given: Sequence[tuple[int, int]], cause: Cause = DEMAND) -> None:
         """Sets the retention given with each block; ``UNCHANGED`` leaves the block's as it is."""
         for block, (priority, duration_ms) in zip(blocks, given, strict=False):
-            if priority != UNCHANGED:
-                self.state.retain(block, priority, duration_ms, DEMAND)
+            if block is not None and priority != UNCHANGED:
+                self.state.retain(block, priority, duration_ms, cause)
 
     def set_retention(self, keys: Sequence[Key], given: Sequence[tuple[int, int]]) -> tuple[BlockResult, ...]:
         blocks = [self.state.index.get(key) for key in keys]
-        for block, (priority, duration_ms) in zip(blocks, given, strict=True):
-            if block is not None:
-                self.state.retain(block, priority, duration_ms, Cause.EXPLICIT)
+        self.retain(blocks, given, Cause.EXPLICIT)
         return tuple(BlockResult.NOT_FOUND if block is None else BlockResult.OK for block in blocks)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
@@ -177,7 +175,6 @@ class WindowManager:
         served."""
         ticket = self._queues[tier][0]
         if isinstance(ticket, ReserveTicket) and ticket.count > self.obtainable(tier):
-            self._queues[tier].popleft()
             self._give_up(ticket)
             return True
         after = ticket.after if isinstance(ticket, ReserveTicket) else None
@@ -248,7 +245,6 @@ class WindowManager:
             self._thin_out(ticket, self.reclaimer.available(ticket.tier))
             if ticket.blocks:
                 return True
-        self._queues[ticket.tier].popleft()
         self._give_up(ticket)
         return False
 
@@ -334,7 +330,8 @@ class WindowManager:
         self._recorder.grant(Grant(ticket.id, results=results, failed=failed))
 
     def _give_up(self, ticket: Ticket) -> None:
-        """Ends a request that is in no queue and can have nothing."""
+        """Ends a request that can have nothing."""
+        self.dequeue(ticket)
         if isinstance(ticket, FetchTicket):
             self._answer_move(ticket)
         else:
