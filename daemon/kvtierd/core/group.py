@@ -484,7 +484,9 @@ class GroupState:
             self.touch(moved)
 
     def reuse(self, blocks: Iterable[Block]) -> list[Block]:
-        """Marks blocks as used again. Returns the blocks for which this is the second use."""
+        """With selective writes, marks blocks as used again. Returns the blocks for which this is the second use."""
+        if not self._selective:
+            return []
         fresh = [block for block in blocks if block not in self.reused]
         self.reused.update(fresh)
         for block in fresh:
@@ -518,13 +520,9 @@ class GroupState:
         """
         block = self.enter(key, parent_key, traits)
         self.evictor.enter(block)
-        self.slots[tier].change(slot, SLOT_READY)
-        block.copies[tier] = Copy(slot, READY)
-        self.residencies.change(block, BITS[tier])
-        self.ledgers[tier].end_write(slot, block)
+        block.copies[tier] = Copy(slot, FILLING)
+        self.arrive(block, tier)
         self.introduce(block, cause)
-        if self.remote is not None and tier is not DEVICE:
-            self.remote.arrived(block)
         if block.parent is not None:
             self._changed[block.parent] = None  # the parent is no leaf any more
             self.ancestry.use([block.parent])

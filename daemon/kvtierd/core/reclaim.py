@@ -365,17 +365,10 @@ class Background:
         if self._state.policy.write_policy is WriteMode.THROUGH:
             self._due.update(dict.fromkeys(blocks))
 
-    def recovered(self, blocks: list[Block]) -> None:
-        """Marks recovered blocks as used again, so that selective writes copy them down."""
-        if self._state.policy.write_policy is WriteMode.SELECTIVE:
-            self._state.reuse(blocks)
-
     def used_again(self, blocks: Sequence[Block]) -> None:
         if self._state.remote is not None:
             self._state.remote.used_again(blocks)
-        if self._state.policy.write_policy is WriteMode.SELECTIVE:
-            fresh = self._state.reuse(blocks)
-            self._due.update(dict.fromkeys(fresh))
+        self._due.update(dict.fromkeys(self._state.reuse(blocks)))
 
     def work(self, now: int) -> None:
         """Plans some copies. Blocks without room wait for work in flight; blocks that may not go down are forgotten."""

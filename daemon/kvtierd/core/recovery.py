@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvtierd.core.block import READY, Block, Copy
 from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import BITS, Key, SlotId, Tier, Traits
+from kvtierd.core.ids import BITS, TIERS, Key, SlotId, Tier, Traits
 from kvtierd.core.slots import SlotState
 
 
@@ -29,8 +29,8 @@ class RecoveredBlock(NamedTuple):
 
     @property
     def places(self) -> dict[Tier, SlotId]:
-        found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.slot}
-        return {tier: slot for tier, slot in found.items() if slot is not None}
+        found = zip(TIERS, (self.device, self.host, self.slot), strict=True)
+        return {tier: slot for tier, slot in found if slot is not None}
 
 
 def recover(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
@@ -79,12 +79,8 @@ def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
 
 
 def _claim(state: GroupState, found: Sequence[RecoveredBlock]) -> None:
-    taken = {
-        Tier.DEVICE: [one.device for one in found if one.device is not None],
-        Tier.HOST: [one.host for one in found if one.host is not None],
-        Tier.DISK: [one.slot for one in found if one.slot is not None],
-    }
-    for tier, slots in taken.items():
+    for tier, name in zip(TIERS, ("device", "host", "slot"), strict=True):
+        slots = [slot for one in found if (slot := getattr(one, name)) is not None]
         if slots:
             state.slots[tier].claim(slots, SlotState.READY)
 

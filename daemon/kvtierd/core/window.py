@@ -437,8 +437,7 @@ class WindowManager:
             bad = set(quarantined)
             state.corrupt[DISK] |= bad
             state.slots[DISK].claim(bad, SLOT_QUARANTINED)
-        blocks = recover(state, recovered)
-        self.background.recovered(blocks)
+        state.reuse(recover(state, recovered))  # selective writes copy recovered blocks down
 
     def refuse_offline(self, ticket: Ticket) -> None:
         """Refuses a request for a tier out of service. Copies in flight for the request end by themselves."""
