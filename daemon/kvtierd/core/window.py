@@ -123,7 +123,8 @@ class WindowManager:
             self._refuse(ticket, RefusalReason.DEADLINE)
             return
         if ticket.waiting:
-            self._take(ticket, present_only=True)
+            self._thin_out(ticket, 0)
+            self.take(ticket)
         self._answer_move(ticket)
 
     def completed(self, result: MoveResult, now: int) -> None:
@@ -163,11 +164,6 @@ class WindowManager:
         queue = self._queues[ticket.tier]
         return bool(queue) and queue[0] is ticket
 
-    def take(self, ticket: FetchTicket) -> None:
-        """Takes the request's slots, which are free."""
-        self.dequeue(ticket)
-        self._take(ticket, present_only=False)
-
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _serve_head(self, tier: Tier) -> bool:
@@ -180,9 +176,7 @@ class WindowManager:
         after = ticket.after if isinstance(ticket, ReserveTicket) else None
         self.reclaimer.serve(ticket.id, None if after is None else self.state.index.get(after))
         wanted = self._wants(ticket)
-        prospect = (
-            NOW if self.reclaimer.available(tier) >= wanted else self.reclaimer.secure(tier, wanted, desperate=True)
-        )
+        prospect = self.reclaimer.secure(tier, wanted, desperate=True)
         coming = prospect is COMING or (prospect is NEVER and (self.transfers.active > 0 or self.slots_ahead(tier) > 0))
         waits = coming or (tier is DISK and bool(self.state.losing))  # a loss may take ancestors off the disk
         if isinstance(ticket, FetchTicket) and ticket.hold:
@@ -202,7 +196,7 @@ class WindowManager:
             lease = self._lease_blanks(ticket.session, ticket.tier, ticket.count)
             self._recorder.grant(Grant(ticket.id, (GroupGrant(self.state.group, lease.id, tuple(lease.blank)),)))
         else:
-            self._take(ticket, present_only=False)
+            self.take(ticket)
             if ticket.pending == 0 and not ticket.hold:
                 self._answer_move(ticket)
 
@@ -278,15 +272,14 @@ class WindowManager:
         """Whether the block is hollow, unindexed or only in a tier being lost, and not on its way to ``tier``."""
         return not self.state.lasting(block) and block.copies[tier] is None
 
-    def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
-        """Takes all destination slots in one step and plans the copies into them."""
+    def take(self, ticket: FetchTicket) -> None:
+        """Takes all destination slots, which are free, in one step and plans the copies into them."""
+        self.dequeue(ticket)
         self._forget_lost(ticket)
         tier, claimed = ticket.tier, ticket.blocks
-        there = [block for block in claimed if block.copies[tier] is not None] if present_only else None
-        members = self._to_place(ticket) if there is None else there
         asked = set(claimed)
         ticket.waiting = False
-        for block in members:
+        for block in self._to_place(ticket):
             if block.copies[tier] is None:
                 src = self.reclaimer.source(block)
                 if ticket.hold:
