@@ -8,7 +8,7 @@ from math import inf
 from typing import Final
 
 from kvtierd.core.ids import SEVERAL, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
-from kvtierd.core.leases import LeaseRecord, LeftLease
+from kvtierd.core.leases import LeftLease, SlotLease
 from kvtierd.core.outcome import Grant, Refusal
 from tests.simulation.memory import POISON, Content, Memory
 from tests.simulation.setup import GroupPlan
@@ -292,11 +292,11 @@ class Clients:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def verify(self, records: Sequence[LeaseRecord]) -> None:
+    def verify(self, leases: Iterable[SlotLease]) -> None:
         """Checks that leased slots hold the blocks or the writes of their clients and have an owner, that no other slot
         is leased, and that slots of processes of an earlier life were not written."""
         self._verify_remnants()
-        told = {record.id: (record.blank_slots, record.held_blocks) for record in records}
+        told = {lease.id: (len(lease.blank), len(lease.held)) for lease in leases}
         known = {holding.id: (len(holding.blank), len(holding.blocks)) for holding in self.leases.values()}
         if told != known:
             raise Violation(f"leases are of {told} slots, their clients know of {known}")

@@ -20,10 +20,10 @@ from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.eviction import LEAF, Lfuda
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holds
-from kvtierd.core.ids import Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import Key, SessionId, SlotId, Tier, Traits
 from kvtierd.core.leases import LeftLease, ReserveTicket, SlotLease
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Ledger, Move, MoveResult, Recorder
+from kvtierd.core.outcome import MoveResult, Recorder, SlotChanges
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.reclaim import Background, Reclaimer
 from kvtierd.core.retention import Clocks
@@ -132,9 +132,9 @@ def _shows_the_youngest_first(right: Method, window: WindowManager, ticket: Rese
     window._queues[ticket.tier].rotate(1)
 
 
-def _serves_one_group(right: Method, manager: BlockManager, now: int, window: WindowManager | None = None) -> None:
-    if window is not None and not manager.acquires.tickets:
-        right(manager, now, window)
+def _serves_the_newest(right: Method, manager: BlockManager, now: int) -> None:
+    if manager._last_ticket in manager.tickets.keys() | manager.acquires.tickets.keys():
+        right(manager, now)
 
 
 def _wants_nothing(right: Method, acquires: Acquires, ticket: AcquireTicket, now: int) -> None:
@@ -207,9 +207,8 @@ def _is_no_pin(right: Method, state: GroupState, block: Block, tier: Tier, copy:
         right(state, block, tier, copy)
 
 
-def _takes_no_labels_along(right: Method, planned: object) -> Move:
-    move: Move = right(planned)
-    return replace(move, items=tuple(i._replace(traits=i.traits._replace(label=None)) for i in move.items))
+def _takes_no_label_along(right: Method, key: object, parent: object, traits: Traits, *slots: object) -> object:
+    return right(key, parent, traits._replace(label=None), *slots)
 
 
 # -- several groups --------------------------------------------------------------------------------------------------
@@ -341,7 +340,7 @@ FAULTS: Final = {
             "queue_overtaken",
             ((WindowManager, "reserve", _shows_the_youngest_first), (WindowManager, "_older_wants", _answers(0))),
         ),
-        Fault("waiting_forgotten", ((BlockManager, "_pump", _serves_one_group),)),
+        Fault("waiting_forgotten", ((BlockManager, "_pump", _serves_the_newest),)),
         Fault("cancelled_but_granted", ((WindowManager, "withdraw", _does_nothing),)),
         Fault("minimum_ignored", ((Acquires, "queue", _wants_nothing),)),
         Fault(
@@ -361,7 +360,7 @@ FAULTS: Final = {
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
         Fault("needed_blocks_dropped", ((removal, "needed", _answers(False)),)),
         Fault("new_holders_overlooked", ((removal, "remove_all", _spares_nobody),)),
-        Fault("label_left_behind", ((outcome._Planned, "move", _takes_no_labels_along),)),
+        Fault("label_left_behind", ((outcome, "MoveItem", _takes_no_label_along),)),
         Fault("window_never_slides", ((Holds, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "attention", _too_short),)),
         Fault("flat_blocks_with_parents", ((Holds, "store", _believes_in_parents),)),
@@ -388,7 +387,7 @@ FAULTS: Final = {
         Fault("orphans_adopted", ((kept, "reachable", _reaches_all),)),
         Fault("event_omitted", ((Recorder, "change", _omits_evictions),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
-        Fault("generation_not_bumped", ((Ledger, "begin_write", _does_nothing),)),
+        Fault("generation_not_bumped", ((SlotChanges, "begin_write", _does_nothing),)),
         Fault("id_reused_after_restart", ((EventSequencer, "__init__", _starts_anew),)),
     )
 }

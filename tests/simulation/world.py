@@ -108,7 +108,7 @@ class World:
         at = [location.slots[left.tier] for location in self.core.locate(left.group, left.keys)]
         places = {slot: key for slot, key in zip(at, left.keys, strict=True) if slot is not None}
         require(len(places) == len(left.keys), "a lease of an earlier life is for a block that is not there")
-        self.clients.restore(self.core.lease_records()[-1].id, left, places)
+        self.clients.restore([*self.core.leases][-1], left, places)
         self.seen["restored blank" if left.blank else "restored held"] += 1
         self._carry_out(outcome)
 
@@ -482,7 +482,7 @@ class World:
         self.end(session)
         if not self.clients.remnants:
             self.end(self.keeper)
-            ours = {record.session for record in self.core.lease_records()}
+            ours = {lease.session for lease in self.core.leases.values()}
             require(ours <= set(self.clients.sessions), "what earlier lives left is never given back")
 
     # -- the mover, the clock and the hardware -------------------------------------------------------------------------
@@ -840,7 +840,7 @@ class World:
         self._note_holds()
         for site in self.sites.values():
             site.retentions.may_expire(self.now)
-        self.clients.verify(self.core.lease_records())
+        self.clients.verify(self.core.leases.values())
 
     def _note_holds(self) -> None:
         """Notes holds: clocks stand while their blocks are leased, and may stand while a waiting request has them."""

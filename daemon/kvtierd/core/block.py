@@ -178,11 +178,7 @@ class Block:
 
     def reprioritise(self, priority: int) -> None:
         self.priority = priority
-        self.rank = self.rank_at(priority)
-
-    def rank_at(self, priority: int) -> int:
-        """The rank that the block would have at this effective priority."""
-        return priority << _ORDER_BITS | self.rank & _ORDER
+        self.used(self.order)
 
     @property
     def children(self) -> Iterator[Block]:

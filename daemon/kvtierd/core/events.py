@@ -8,7 +8,7 @@ change, so that applying an event twice changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
@@ -44,12 +44,12 @@ class BlockChanges:
     """The blocks of an event in columns, one place a block; most readers work on columns. Iteration yields
     :class:`BlockChange` rows."""
 
-    keys: list[Key]
-    parents: list[Key | None]
-    residencies: list[int]
-    priorities: list[int]
-    labels: list[Label | None]
-    parent_labels: list[Label | None]
+    keys: list[Key] = field(default_factory=list)
+    parents: list[Key | None] = field(default_factory=list)
+    residencies: list[int] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
+    labels: list[Label | None] = field(default_factory=list)
+    parent_labels: list[Label | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -59,7 +59,7 @@ class BlockChanges:
         return map(BlockChange, *columns)
 
 
-NO_CHANGES: Final = BlockChanges([], [], [], [], [], [])
+NO_CHANGES: Final = BlockChanges()
 
 
 @dataclass(slots=True, frozen=True)

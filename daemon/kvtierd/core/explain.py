@@ -12,7 +12,7 @@ from kvtierd.core.acquires import Acquires
 from kvtierd.core.block import Block, Phase
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
-from kvtierd.core.leases import LeaseRecord, SlotLease, holders_of
+from kvtierd.core.leases import SlotLease, holders_of
 from kvtierd.core.policy import Edge
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import EdgeRecord, GroupCounts, ManagerStats, TierCount
@@ -49,7 +49,7 @@ class BlockNow:
     duration_ms: int
     deadline_ns: int
     copies: tuple[CopyNow, ...]
-    leases: tuple[LeaseRecord, ...]
+    leases: tuple[SlotLease, ...]
 
 
 def explain(state: GroupState, leases: Iterable[SlotLease], key: Key) -> BlockNow | None:
@@ -70,7 +70,7 @@ def explain(state: GroupState, leases: Iterable[SlotLease], key: Key) -> BlockNo
             for tier in state.tiers
             if (copy := block.copies[tier]) is not None
         ),
-        leases=tuple(LeaseRecord.of(lease) for lease in leases if _holds(lease, block)),
+        leases=tuple(lease for lease in leases if _holds(lease, block)),
     )
 
 

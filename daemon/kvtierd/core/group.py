@@ -52,7 +52,7 @@ class GroupState:
             tier: Candidates(tier, shape.slots[tier], self.evictor.lift if self.below[tier] else 0)
             for tier in self.tiers
         }
-        self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
+        self.ledgers = recorder.ledgers(self.group, self.tiers)
         self._changed: dict[Block, None] = {}
         """Blocks changed since the last placement, which may belong on other candidate lists."""
         self.held = dict.fromkeys(self.tiers, 0)
@@ -202,28 +202,28 @@ class GroupState:
 
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
         """Takes ``count`` slots. The caller has checked that they are free."""
-        slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
+        slots, ledger = self.slots[tier].take(count, SLOT_BLANK), self.ledgers[tier]
         for slot in slots:
             ledger.begin_write(slot)
         ledger.own(slots, session)
         return slots
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
-        """Frees a slot in any state. Disk slots with a record go through :meth:`retire`."""
+        """Frees a slot in any state. A disk slot with a record goes through :meth:`retire` first."""
         if tier is not DISK:
             self.ledgers[tier].free(slot)
         if tier in self.lost:
-            self.slots[tier].enter(slot, SLOT_QUARANTINED)
+            self.slots[tier].change(slot, SLOT_QUARANTINED)
         else:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
         """Plans the deletion of a disk slot's record, before which the slot must not be written."""
         if DISK in self.lost:
-            self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+            self.slots[DISK].change(slot, SLOT_QUARANTINED)
             return
         bad = slot in self.corrupt[DISK]
-        self.slots[DISK].enter(slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
+        self.slots[DISK].change(slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
         move = self.recorder.plan(self.group, DISK, None, CAPACITY, block, slot, None)
         self._retirements.setdefault(move, []).append((block, slot))
 
@@ -234,16 +234,13 @@ class GroupState:
         if retirements is None:
             return False
         for position, (block, slot) in enumerate(retirements):
-            if DISK in self.lost:
-                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
-            elif position in failed:
-                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+            if position in failed and DISK not in self.lost:
                 self.undeleted.append((block, slot))
                 self._retire_again_at = now + self.policy.degraded_ns
-            elif slot in self.corrupt[DISK]:
-                self.slots[DISK].enter(slot, SLOT_QUARANTINED)
+            if position in failed or slot in self.corrupt[DISK]:
+                self.slots[DISK].change(slot, SLOT_QUARANTINED)
             else:
-                self.slots[DISK].give_back(slot)
+                self.give_back(DISK, slot)
         return True
 
     def retire_again(self, now: int) -> None:
@@ -273,7 +270,7 @@ class GroupState:
             raise InvariantViolation(f"block {block} is in {dst}, or on its way there")
         if source.phase is LEAVING:
             self.stay(block, src)
-        slot = self.slots[dst].take(SLOT_FILLING)
+        (slot,) = self.slots[dst].take(1, SLOT_FILLING)
         copy = Copy(slot, FILLING)
         self._attach(block, dst, copy)
         if dst is not DISK:
@@ -337,11 +334,11 @@ class GroupState:
     def settle(self, block: Block, tier: Tier, copy: Copy) -> None:
         """Frees a detached copy's slot if its last hold, read or fill has ended."""
         if copy.phase is FILLING:
-            self.slots[tier].enter(copy.slot, SLOT_RETIRING)
+            self.slots[tier].change(copy.slot, SLOT_RETIRING)
         elif copy.holds > 0:
-            self.slots[tier].enter(copy.slot, SLOT_READY)
+            self.slots[tier].change(copy.slot, SLOT_READY)
         elif copy.reads > 0:
-            self.slots[tier].enter(copy.slot, SLOT_RETIRING)
+            self.slots[tier].change(copy.slot, SLOT_RETIRING)
         elif tier is DISK:
             self.retire(block, copy.slot)
         else:
@@ -490,7 +487,9 @@ class GroupState:
             self.touch(moved)
 
     def reuse(self, blocks: Iterable[Block]) -> list[Block]:
-        """Marks blocks as used again. Returns the blocks for which this is the second use."""
+        """With selective writes, marks blocks as used again. Returns the blocks for which this is the second use."""
+        if not self._selective:
+            return []
         fresh = [block for block in blocks if block not in self.reused]
         self.reused.update(fresh)
         for block in fresh:
@@ -524,13 +523,9 @@ class GroupState:
         """
         block = self.enter(key, parent_key, traits)
         self.evictor.enter(block)
-        self.slots[tier].enter(slot, SLOT_READY)
-        block.copies[tier] = Copy(slot, READY)
-        self.residencies.change(block, BITS[tier])
-        self.ledgers[tier].end_write(slot, block)
+        block.copies[tier] = Copy(slot, FILLING)
+        self.arrive(block, tier)
         self.introduce(block, cause)
-        if self.remote is not None and tier is not DEVICE:
-            self.remote.arrived(block)
         if block.parent is not None:
             self._changed[block.parent] = None  # the parent is no leaf any more
             self.ancestry.use([block.parent])

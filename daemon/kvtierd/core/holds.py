@@ -12,7 +12,7 @@ from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import COMMIT, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import NO_LABEL, SEVERAL, Key, Label, SlotId, traits_of
+from kvtierd.core.ids import NO_LABEL, SEVERAL, Key, Label, SlotId, Traits
 from kvtierd.core.leases import SlotLease
 from kvtierd.core.policy import MIN_PRIORITY
 from kvtierd.core.reclaim import Background
@@ -63,7 +63,7 @@ class Holds:
                 results.append(PARENT_MISSING)
                 continue
             else:
-                block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, cause)
+                block = state.insert(key, parent_key, Traits(priority, duration_ms, 0, label), tier, slot, cause)
                 made.append(block)
                 if label is not None and label.tokens and self._window.chained:
                     self._outgrow(block, label)
@@ -163,7 +163,7 @@ class Holds:
         table, ledger = self._state.slots[lease.tier], self._state.ledgers[lease.tier]
         for slot in slots:
             writers = lease.writers(slot)
-            table.enter(slot, SLOT_ORPHANED if all(one.orphaned for one in writers) else SLOT_BLANK)
+            table.change(slot, SLOT_ORPHANED if all(one.orphaned for one in writers) else SLOT_BLANK)
             ledger.own((slot,), writers[0].session if len(writers) == 1 else SEVERAL)
 
     def restore(self, lease: SlotLease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:

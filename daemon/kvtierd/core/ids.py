@@ -84,13 +84,6 @@ class Traits(NamedTuple):
 _PLAIN: Final = tuple(Traits(priority) for priority in range(101))
 
 
-def traits_of(priority: int, duration_ms: int, label: Label | None) -> Traits:
-    """Traits of a block whose clock is stopped."""
-    if duration_ms or label is not None or not 0 <= priority < len(_PLAIN):
-        return Traits(priority, duration_ms, 0, label)
-    return _PLAIN[priority]
-
-
 def shared(traits: Traits) -> Traits:
     """Returns equal traits. Blocks with nothing but a priority share one object a priority; most blocks have no
     more."""

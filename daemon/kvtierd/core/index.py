@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -87,33 +87,29 @@ class BlockIndex:
     def before(self, number: int, limit: int) -> tuple[list[Block], int]:
         """Returns at most ``limit`` blocks with numbers under ``number``, newest first, and the number to go on from
         (0: no more blocks)."""
-        found: list[Block] = []
-        for position in chain(
-            range(bisect_left(self._numbers, number, self._kept) - 1, self._kept - 1, -1),
-            range(bisect_left(self._numbers, number, 0, self._swept) - 1, -1, -1),
-        ):
-            if self._order[position].indexed:
-                found.append(self._order[position])
-                if len(found) == limit:
-                    return found, self._numbers[position]
-        return found, 0
+        newer = range(bisect_left(self._numbers, number, self._kept) - 1, self._kept - 1, -1)
+        older = range(bisect_left(self._numbers, number, 0, self._swept) - 1, -1, -1)
+        return self._indexed(chain(newer, older), limit)
 
     def page(self, after: int, limit: int) -> tuple[list[Block], int]:
         """Returns at most ``limit`` blocks with numbers above ``after``, and the number to go on from (0: no more
         blocks)."""
+        older = range(bisect_right(self._numbers, after, 0, self._swept), self._swept)
+        newer = range(bisect_right(self._numbers, after, self._kept), len(self._order))
+        return self._indexed(chain(older, newer), limit)
+
+    def _indexed(self, places: Iterable[int], limit: int) -> tuple[list[Block], int]:
+        """The first indexed blocks at these places, and the number of the last; 0 if there are no more."""
         found: list[Block] = []
         last = 0
-        for position in chain(
-            range(bisect_right(self._numbers, after, 0, self._swept), self._swept),
-            range(bisect_right(self._numbers, after, self._kept), len(self._order)),
-        ):
-            block = self._order[position]
+        for place in places:
+            block = self._order[place]
             if not block.indexed:
                 continue
             if len(found) == limit:
                 return found, last
             found.append(block)
-            last = self._numbers[position]
+            last = self._numbers[place]
         return found, 0
 
 
@@ -172,9 +168,7 @@ class Pins:
 
     def blocks(self) -> Iterator[Block]:
         """Yields the pinned blocks, each once a tier."""
-        for pinned in self._of_tier.values():
-            for block, _ in pinned.values():
-                yield block
+        return (block for pinned in self._of_tier.values() for block, _ in pinned.values())
 
     def copies(self, tier: Tier) -> Iterator[tuple[Block, Copy]]:
         for copy, (block, _) in self._of_tier[tier].items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final
 
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import ForeignLease, UnknownLease
@@ -100,9 +100,17 @@ class SlotLease:
     """In a sliding group: committed blocks of each chain that its window or sinks cover, by the last block's key."""
     orphaned: bool = False
     granted_at: int = 0
-    """``now`` of the call that granted the lease."""
+    """``now`` of the call that granted the lease: wall clock, nanoseconds."""
     family: list[SlotLease] = field(default_factory=list)
     """Leases that joined one another and may hold the same slots. All of them share this list."""
+
+    @property
+    def blank_slots(self) -> int:
+        return len(self.blank)
+
+    @property
+    def held_blocks(self) -> int:
+        return len(self.held)
 
     @property
     def slots(self) -> int:
@@ -113,33 +121,6 @@ class SlotLease:
 
     def writers(self, slot: SlotId) -> list[SlotLease]:
         return [lease for lease in self.family if slot in lease.blank]
-
-
-@dataclass(slots=True, frozen=True)
-class LeaseRecord:
-    """Snapshot of a lease. ``granted_at``: wall clock, nanoseconds."""
-
-    id: LeaseId
-    session: SessionId
-    group: GroupId
-    tier: Tier
-    blank_slots: int
-    held_blocks: int
-    orphaned: bool
-    granted_at: int
-
-    @classmethod
-    def of(cls, lease: SlotLease) -> Self:
-        return cls(
-            id=lease.id,
-            session=lease.session,
-            group=lease.group,
-            tier=lease.tier,
-            blank_slots=len(lease.blank),
-            held_blocks=len(lease.held),
-            orphaned=lease.orphaned,
-            granted_at=lease.granted_at,
-        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,16 +17,7 @@ from kvtierd.core.errors import BadArgument, ResetRefused, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
-from kvtierd.core.leases import (
-    FetchTicket,
-    LeaseRecord,
-    LeaseTable,
-    LeftLease,
-    ReserveTicket,
-    SlotLease,
-    Ticket,
-    holders_of,
-)
+from kvtierd.core.leases import FetchTicket, LeaseTable, LeftLease, ReserveTicket, SlotLease, Ticket, holders_of
 from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import RecoveredBlock
@@ -63,8 +54,6 @@ class BlockManager:
         self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
         self._moving: dict[MoveId, GroupId] = {}
         self._last_ticket = 0
-        self._served: tuple[WindowManager, ...] = ()
-        """Groups that the call has served, so that it may have changed them."""
         self.windows = {
             shape.group: WindowManager(shape, self._recorder, policy, self._leases.grant, self._refusal)
             for shape in shapes
@@ -177,10 +166,6 @@ class BlockManager:
         leases = (lease for lease in self._leases.of(session) if lease.group == group and lease.tier is tier)
         return sum(len(lease.blank) for lease in leases)
 
-    def lease_records(self) -> list[LeaseRecord]:
-        """All leases, oldest first."""
-        return [LeaseRecord.of(lease) for lease in self.leases.values()]
-
     def take_disk_uses(self) -> dict[GroupId, list[Key]]:
         """Returns disk blocks used since the last call, by group and in order of last use, for the disk to record."""
         uses = {group: window.state.take_disk_uses() for group, window in self.windows.items()}
@@ -202,7 +187,7 @@ class BlockManager:
         ticket = ReserveTicket(self._next_ticket(), session, tier, count, after)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
-        return ticket.id, self._outcome(now, window)
+        return ticket.id, self._outcome(now)
 
     def commit(
         self,
@@ -227,7 +212,7 @@ class BlockManager:
             self.conversations.reach(conversation, items[-1].key, now)
         if release:
             self._end(owned)
-        return results, self._outcome(now, window)
+        return results, self._outcome(now)
 
     def lease_ahead(
         self, session: SessionId, group: GroupId, tier: Tier, count: int, after: Key, now: int
@@ -235,7 +220,6 @@ class BlockManager:
         """See :meth:`WindowManager.lease_ahead`. Call right after the session's :meth:`commit`."""
         window = self._window(group)
         lease = window.lease_ahead(session, tier, count, after, now)
-        self._served = (window,)
         return lease, self._take(now)
 
     def acquire(
@@ -266,7 +250,7 @@ class BlockManager:
         window = self.windows[shared.group]
         joined = self._leases.grant(session, window.state, shared.tier)
         window.holds.join(shared, joined)
-        return joined, self._outcome(now, window)
+        return joined, self._outcome(now)
 
     def release(
         self, session: SessionId, leases: Sequence[LeaseId], now: int, slots: Collection[SlotId] = ()
@@ -296,7 +280,7 @@ class BlockManager:
         """
         window = self._window(group)
         window.use_counts.touch(keys)
-        return self._outcome(now, window)
+        return self._outcome(now)
 
     def lose_bytes(self, group: GroupId, key: Key, tier: Tier, slot: SlotId, now: int) -> Outcome:
         """Makes a block lose a copy whose bytes are not the committed bytes, if it is still in this slot."""
@@ -305,8 +289,7 @@ class BlockManager:
         copy = block.copies[tier] if block is not None else None
         if block is not None and copy is not None and copy.valid and copy.slot == slot:
             removal.lose_bytes(window.state, block, tier, copy)
-            self._pump(now, window)
-        return self._take(now)
+        return self._outcome(now)
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
@@ -327,7 +310,7 @@ class BlockManager:
         upwards = [block for block in blocks if not block.residency & (2 * to.bit - 1)]
         window.state.touch(reversed(upwards))
         window.move(ticket)
-        return ticket.id, self._outcome(now, window)
+        return ticket.id, self._outcome(now)
 
     def drop(
         self, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False, following: Drop | None = None
@@ -341,7 +324,7 @@ class BlockManager:
         window = self._window(group)
         drop = following or Drop(window.state, keys, dry_run=dry_run)
         drop.go_on()
-        return drop, self._take(now) if dry_run else self._outcome(now, window)
+        return drop, self._take(now) if dry_run else self._outcome(now)
 
     def pin(
         self, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
@@ -351,7 +334,7 @@ class BlockManager:
         window = self._window(group)
         window.state.require(tier)
         results = reclaim.pin(window.state, tier, keys, unpin=unpin)
-        return results, self._outcome(now, window)
+        return results, self._outcome(now)
 
     def reset(
         self, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
@@ -404,7 +387,7 @@ class BlockManager:
         """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)
         results = window.set_retention(keys, pairs(priorities, durations_ms))
-        return results, self._outcome(now, window)
+        return results, self._outcome(now)
 
     def keep(self, conversation: bytes, kept: Kept, now: int) -> Outcome:
         """Retains the blocks of a conversation."""
@@ -427,22 +410,18 @@ class BlockManager:
         if ticket in self.tickets:
             window, request = self.tickets[ticket]
             window.expire(request)
-            self._pump(now, window)
         elif ticket in self.acquires.tickets:
             self.acquires.expire(self.acquires.tickets[ticket])
-            self._pump(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def cancel(self, ticket: TicketId, now: int) -> Outcome:
         """Withdraws a ticket whose caller has gone: holds end, and no answer comes. Does nothing if it was answered."""
         if ticket in self.tickets:
             window, request = self.tickets.pop(ticket)
             window.withdraw(request)
-            self._pump(now, window)
         elif ticket in self.acquires.tickets:
             self.acquires.withdraw(self.acquires.tickets[ticket])
-            self._pump(now)
-        return self._take(now)
+        return self._outcome(now)
 
     def orphan_session(self, session: SessionId, now: int) -> Outcome:
         """Orphans a disconnected session: its process may still write, so its blank slots stay out of circulation."""
@@ -522,15 +501,14 @@ class BlockManager:
                 removal.restore_disk(window.state)
         return self._outcome(now)
 
-    def _outcome(self, now: int, window: WindowManager | None = None) -> Outcome:
-        """Ends a call that has changed one group or, without a ``window``, perhaps all: serves the waiting requests."""
-        self._pump(now, window)
+    def _outcome(self, now: int) -> Outcome:
+        """Ends a call that may have made room: serves the waiting requests of all groups."""
+        self._pump(now)
         return self._take(now)
 
     def _take(self, now: int) -> Outcome:
-        for window in self._served or self.windows.values():
+        for window in self.windows.values():
             window.state.stamp(now)
-        self._served = ()
         outcome = self._recorder.take(now, self._capacity)
         if self._leases.unstamped:
             self._leases.stamp(now)
@@ -542,18 +520,12 @@ class BlockManager:
             self._moving[move.id] = move.group
         return outcome
 
-    def _pump(self, now: int, window: WindowManager | None = None) -> None:
-        """Serves waiting requests until none can go on. ``window``: the only group whose state has changed."""
+    def _pump(self, now: int) -> None:
+        """Serves waiting requests until none can go on."""
         acquires = self.acquires
         if acquires.tickets:
             acquires.refresh(now)
-        elif window is not None:
-            self._served = (*self._served, window)
-            window.state.expire(now)
-            window.pump(now)
-            return
-        self._served = tuple(self.windows.values())
-        for window in self._served:
+        for window in self.windows.values():
             window.state.expire(now)
         while True:
             for window in self.windows.values():

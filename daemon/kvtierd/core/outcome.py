@@ -9,20 +9,19 @@ An object made for each block is a named tuple or a place in a column: a frozen 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
-from kvtierd.core.events import REMOVED, STORED, BlockChanges, BlockEvent, Cause, EventSequencer, EventType
+from kvtierd.core.events import NO_CHANGES, REMOVED, STORED, BlockChanges, BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import (
     DISK,
     CacheId,
     GroupId,
     Key,
-    Label,
     LeaseId,
     MoveId,
     SessionId,
@@ -30,7 +29,6 @@ from kvtierd.core.ids import (
     TicketId,
     Tier,
     Traits,
-    rows,
 )
 from kvtierd.core.policy import Policy
 
@@ -55,7 +53,7 @@ class Content(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SlotChanges:
-    """Changes of the slots of one group in one tier of memory.
+    """Changes of the slots of one group in one tier, so a slot's number says which slot. Each call has its own.
 
     ``begun``: the bytes are no block's, now or soon; generations are odd until the slots are filled. ``filled``: the
     bytes are these blocks'. ``disowned``: look-ups must not find the bytes any more, which stay for their holders and
@@ -65,11 +63,45 @@ class SlotChanges:
 
     group: GroupId
     tier: Tier
-    begun: dict[SlotId, None]
-    filled: dict[SlotId, Block]
-    disowned: dict[SlotId, None]
-    restated: dict[SlotId, Block]
-    owners: dict[SlotId, SessionId | None]
+    begun: dict[SlotId, None] = field(default_factory=dict)
+    filled: dict[SlotId, Block] = field(default_factory=dict)
+    disowned: dict[SlotId, None] = field(default_factory=dict)
+    restated: dict[SlotId, Block] = field(default_factory=dict)
+    owners: dict[SlotId, SessionId | None] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.begun or self.filled or self.disowned or self.restated or self.owners)
+
+    def begin_write(self, slot: SlotId) -> None:
+        """Marks the slot's bytes as no block's: its generation is odd until :meth:`end_write`."""
+        if self.filled:
+            self.filled.pop(slot, None)
+        self.begun[slot] = None
+
+    def free(self, slot: SlotId) -> None:
+        """Marks the slot's bytes as no block's and the slot as unowned."""
+        self.begin_write(slot)
+        self.owners[slot] = None
+
+    def end_write(self, slot: SlotId, block: Block) -> None:
+        """Marks the slot's bytes as the block's."""
+        self.filled[slot] = block
+
+    def disown(self, slot: SlotId) -> None:
+        """Marks the slot's bytes as no longer their block's. Holders and readers may still use the bytes."""
+        if slot not in self.filled:
+            self.disowned[slot] = None
+
+    def restate(self, slot: SlotId, block: Block) -> None:
+        """Records that the traits of the slot's block have changed."""
+        if slot not in self.filled:
+            self.restated[slot] = block
+
+    def own(self, slots: Iterable[SlotId], session: SessionId | None) -> None:
+        """Sets the session that leases the slots; None = no session."""
+        for slot in slots:
+            self.owners[slot] = session
 
 
 class MoveItem(NamedTuple):
@@ -97,7 +129,15 @@ class Move:
     src: Tier
     dst: Tier | None
     cause: Cause
-    items: tuple[MoveItem, ...]
+    items: list[MoveItem] = field(default_factory=list)
+    """In the order of planning."""
+
+    @property
+    def touches_disk(self) -> bool:
+        """Whether the move writes or deletes on disk. Only the newest disk lane takes items: ancestors are committed
+        before or with their descendants, and a deletion before its slot or key is written again, so no item may
+        overtake another by joining an older move."""
+        return self.dst is DISK or self.dst is None
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,65 +233,6 @@ class Outcome:
     events: tuple[BlockEvent, ...] = ()
 
 
-class Ledger:
-    """Changes of one group's slots in one tier, so a slot's number says which slot. :meth:`take` empties the ledger at
-    the end of each call."""
-
-    def __init__(self, group: GroupId, tier: Tier) -> None:
-        self._group = group
-        self._tier = tier
-        self._reset()
-
-    def _reset(self) -> None:
-        self._begun: dict[SlotId, None] = {}
-        self._filled: dict[SlotId, Block] = {}
-        self._disowned: dict[SlotId, None] = {}
-        self._restated: dict[SlotId, Block] = {}
-        self._owners: dict[SlotId, SessionId | None] = {}
-
-    @property
-    def changed(self) -> bool:
-        return bool(self._begun or self._filled or self._disowned or self._restated or self._owners)
-
-    def begin_write(self, slot: SlotId) -> None:
-        """Marks the slot's bytes as no block's: its generation is odd until :meth:`end_write`."""
-        if self._filled:
-            self._filled.pop(slot, None)
-        self._begun[slot] = None
-
-    def free(self, slot: SlotId) -> None:
-        """Marks the slot's bytes as no block's and the slot as unowned."""
-        self.begin_write(slot)
-        self._owners[slot] = None
-
-    def end_write(self, slot: SlotId, block: Block) -> None:
-        """Marks the slot's bytes as the block's."""
-        self._filled[slot] = block
-
-    def disown(self, slot: SlotId) -> None:
-        """Marks the slot's bytes as no longer their block's. Holders and readers may still use the bytes."""
-        if slot not in self._filled:
-            self._disowned[slot] = None
-
-    def restate(self, slot: SlotId, block: Block) -> None:
-        """Records that the traits of the slot's block have changed."""
-        if slot not in self._filled:
-            self._restated[slot] = block
-
-    def own(self, slots: Iterable[SlotId], session: SessionId | None) -> None:
-        """Sets the session that leases the slots; None = no session."""
-        for slot in slots:
-            self._owners[slot] = session
-
-    def take(self) -> SlotChanges:
-        """Returns all changes and empties the ledger."""
-        changes = SlotChanges(
-            self._group, self._tier, self._begun, self._filled, self._disowned, self._restated, self._owners
-        )
-        self._reset()
-        return changes
-
-
 class Transfer(NamedTuple):
     """The move behind an event. ``dst`` None: nothing was copied, the blocks only left ``src``. ``block_bytes``: bytes
     of one block."""
@@ -263,59 +244,11 @@ class Transfer(NamedTuple):
     copy_ns: int = 0
 
 
-class _Telling:
-    """An event that may still grow. Values that may change meanwhile are kept in columns; the rest is read from the
-    block at the end."""
-
-    __slots__ = ("blocks", "header", "priorities", "residencies")
-
-    def __init__(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None) -> None:
-        self.header = type, cause, group, transfer
-        self.blocks: list[Block] = []
-        self.residencies: list[int] = []
-        self.priorities: list[int] = []
-
-    def changes(self) -> BlockChanges:
-        blocks = self.blocks
-        keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
-        labels = [block.traits.label for block in blocks]
-        above: list[Label | None] = [None] * len(blocks)
-        if self.header[0] is STORED:
-            above = [None if block.parent is None else block.parent.traits.label for block in blocks]
-        return BlockChanges(keys, parents, self.residencies, self.priorities, labels, above)
-
+_Header = tuple[EventType, Cause, GroupId, Transfer | None]
+"""The fields that all blocks of an event share."""
 
 _Lane = tuple[GroupId, Tier, Tier | None, Cause]
 """A group's edge, and the cause of moves along it."""
-
-
-class _Planned:
-    """A move along one lane that may still grow. Its items are columns."""
-
-    __slots__ = ("cause", "dst", "group", "id", "keys", "parents", "slots", "src", "to", "traits")
-
-    def __init__(self, id: MoveId, group: GroupId, src: Tier, dst: Tier | None, cause: Cause) -> None:
-        self.id = id
-        self.group = group
-        self.src = src
-        self.dst = dst
-        self.cause = cause
-        self.keys: list[Key] = []
-        self.parents: list[Key | None] = []
-        self.traits: list[Traits] = []
-        self.slots: list[SlotId] = []
-        self.to: list[SlotId | None] = []
-
-    @property
-    def touches_disk(self) -> bool:
-        """Whether the move writes or deletes on disk. Only the newest disk lane takes items: ancestors are committed
-        before or with their descendants, and a deletion before its slot or key is written again, so no item may
-        overtake another by joining an older move."""
-        return self.dst is DISK or self.dst is None
-
-    def move(self) -> Move:
-        items = rows(MoveItem, self.keys, self.parents, self.traits, self.slots, self.to)
-        return Move(self.id, self.group, self.src, self.dst, self.cause, tuple(items))
 
 
 class Recorder:
@@ -330,61 +263,57 @@ class Recorder:
         self._blocks_a_move = policy.blocks_a_move
         self._blocks_an_event = policy.blocks_an_event
         self._last_move = 0
-        self._ledgers: list[Ledger] = []
-        self._events: list[_Telling] = []
-        self._telling: _Telling | None = None
-        self._moves: list[_Planned] = []
-        self._open: dict[_Lane, _Planned] = {}
+        self._ledgers: list[dict[Tier, SlotChanges]] = []
+        self._events: list[tuple[_Header, BlockChanges]] = []
+        """The last event may still grow."""
+        self._moves: list[Move] = []
+        self._open: dict[_Lane, Move] = {}
         """Moves that may grow, by lane."""
         self._grants: list[Grant] = []
         self._refusals: list[Refusal] = []
 
-    def ledger(self, group: GroupId, tier: Tier) -> Ledger:
-        """Creates a ledger whose changes become part of the outcome."""
-        ledger = Ledger(group, tier)
-        self._ledgers.append(ledger)
-        return ledger
+    def ledgers(self, group: GroupId, tiers: Iterable[Tier]) -> dict[Tier, SlotChanges]:
+        """Returns the group's changes of this call by tier, which become part of the outcome. Each call begins with
+        new ones."""
+        ledgers = {tier: SlotChanges(group, tier) for tier in tiers}
+        self._ledgers.append(ledgers)
+        return ledgers
 
     def change(
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
     ) -> None:
         """Records the block's state after a change."""
-        telling = self._telling
-        if (
-            telling is None
-            or len(telling.blocks) >= self._blocks_an_event
-            or telling.header != (type, cause, group, transfer)
-        ):
-            self._telling = telling = _Telling(type, cause, group, transfer)
-            self._events.append(telling)
-        telling.blocks.append(block)
-        telling.residencies.append(0 if type is REMOVED else block.residency)
-        telling.priorities.append(block.priority)
+        header, last = self._events[-1] if self._events else (None, NO_CHANGES)
+        if header != (type, cause, group, transfer) or len(last.keys) >= self._blocks_an_event:
+            last = self.mark(type, cause, group, transfer)
+        last.keys.append(block.key)
+        last.parents.append(block.parent_key)
+        last.residencies.append(0 if type is REMOVED else block.residency)
+        last.priorities.append(block.priority)
+        last.labels.append(block.traits.label)
+        parent = block.parent if type is STORED else None
+        last.parent_labels.append(None if parent is None else parent.traits.label)
 
-    def mark(self, type: EventType, cause: Cause, group: GroupId) -> None:
-        """Records an event of the whole group: created or cleared."""
-        self._events.append(_Telling(type, cause, group, None))
-        self._telling = None
+    def mark(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None = None) -> BlockChanges:
+        """Begins an event. Without blocks it is an event of the whole group: created or cleared."""
+        changes = BlockChanges()
+        self._events.append(((type, cause, group, transfer), changes))
+        return changes
 
     def plan(
         self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause, block: Block, slot: SlotId, to: SlotId | None
     ) -> MoveId:
-        """Adds the block to a move along this edge, from one slot to another. A move keeps its items in the order of
-        planning."""
+        """Adds the block to a move along this edge, from one slot to another."""
         lane = group, src, dst, cause
         move = self._open.get(lane)
-        if move is None or len(move.keys) >= self._blocks_a_move:
+        if move is None or len(move.items) >= self._blocks_a_move:
             move = self._begin_move(lane)
-        move.keys.append(block.key)
-        move.parents.append(block.parent_key)
-        move.traits.append(block.traits)
-        move.slots.append(slot)
-        move.to.append(to)
+        move.items.append(MoveItem(block.key, block.parent_key, block.traits, slot, to))
         return move.id
 
-    def _begin_move(self, lane: _Lane) -> _Planned:
+    def _begin_move(self, lane: _Lane) -> Move:
         self._last_move += 1
-        move = _Planned(MoveId(self._last_move), *lane)
+        move = Move(MoveId(self._last_move), *lane)
         if move.touches_disk:
             self._open = {lane: other for lane, other in self._open.items() if not other.touches_disk}
         self._open[lane] = move
@@ -400,26 +329,34 @@ class Recorder:
     def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Outcome:
         """Returns the outcome of the call, with event ids, and empties the recorder."""
         outcome = Outcome(
-            tuple(map(_Planned.move, self._moves)),
+            tuple(self._moves),
             tuple(self._grants),
             tuple(self._refusals),
-            tuple([ledger.take() for ledger in self._ledgers if ledger.changed]),
-            tuple([self._event(telling, now, capacity) for telling in self._events]),
+            tuple(self._take_slots()),
+            tuple([self._event(*event, now, capacity) for event in self._events]),
         )
         self._events.clear()
-        self._telling = None
         self._moves.clear()
         self._open.clear()
         self._grants.clear()
         self._refusals.clear()
         return outcome
 
-    def _event(self, telling: _Telling, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> BlockEvent:
-        type, cause, group, transfer = telling.header
-        event = (self._sequencer.take(), type, cause, self._cache, group, now, telling.changes())
+    def _take_slots(self) -> Iterator[SlotChanges]:
+        for ledgers in self._ledgers:
+            for tier, changes in ledgers.items():
+                if changes.changed:
+                    ledgers[tier] = SlotChanges(changes.group, tier)
+                    yield changes
+
+    def _event(
+        self, header: _Header, blocks: BlockChanges, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]
+    ) -> BlockEvent:
+        type, cause, group, transfer = header
+        event = (self._sequencer.take(), type, cause, self._cache, group, now, blocks)
         if type is EventType.CREATED:
             return BlockEvent(*event, capacity=capacity[group])
         if transfer is None:
             return BlockEvent(*event)
-        moved_bytes = transfer.block_bytes * len(telling.blocks)
+        moved_bytes = transfer.block_bytes * len(blocks)
         return BlockEvent(*event, transfer.src, transfer.dst, moved_bytes, transfer.queue_ns, transfer.copy_ns)

@@ -175,11 +175,9 @@ class Reclaimer:
         return False
 
     def _send_down(self, block: Block, tier: Tier, low: Tier) -> bool:
-        if not self._transfers.usable(tier, low, self._now):
-            return False
-        prospect, missing, fresh = self._secure_below(block, low)
+        prospect, chain, fresh = self._secure_below(block, tier, low)
         if prospect is NOW:
-            self._copy(block, tier, low, missing, CAPACITY)
+            self._copy(chain, tier, low, CAPACITY)
             self._state.leave(block, tier)
         elif prospect is COMING:
             self._state.claim(block)
@@ -191,11 +189,9 @@ class Reclaimer:
 
     def copy_down(self, block: Block, tier: Tier, low: Tier, cause: Cause) -> Prospect:
         """Copies a block down after its ancestors that must be there first; all sources stay. COMING: no room yet."""
-        if not self._transfers.usable(tier, low, self._now):
-            return NEVER
-        prospect, missing, _ = self._secure_below(block, low)
+        prospect, chain, _ = self._secure_below(block, tier, low)
         if prospect is NOW:
-            self._copy(block, tier, low, missing, cause)
+            self._copy(chain, tier, low, cause)
         return prospect
 
     def clean(self, block: Block, tier: Tier, low: Tier, most: int) -> int | None:
@@ -205,18 +201,10 @@ class Reclaimer:
         Returns:
             The number of blocks on their way; 0: no room yet; None: there will be no room.
         """
-        if not self._transfers.usable(tier, low, self._now):
-            return None
-        found = self._missing_ancestors(block, low)
-        if found is None:
-            return None
-        missing, anchor = found
-        guarded = [block] if anchor is None else [block, anchor]
-        chain = [*missing, block][:most]
         self._sparing = True
-        prospect = self._secure_guarded(low, len(chain), guarded)
+        prospect, chain, _ = self._secure_below(block, tier, low, most)
         self._sparing = False
-        if prospect is not NOW or self._promised_only(low, guarded):
+        if prospect is not NOW:
             return None if prospect is NEVER else 0
         for member in chain:
             here = member.copies[tier]
@@ -225,45 +213,40 @@ class Reclaimer:
         self._older.pop(low, None)
         return len(chain)
 
-    def _secure_below(self, block: Block, low: Tier) -> tuple[Prospect, list[Block], list[Block]]:
-        """Secures slots in a lower tier for a block and its ancestors that must be there first.
+    def _secure_below(
+        self, block: Block, tier: Tier, low: Tier, most: int | None = None
+    ) -> tuple[Prospect, list[Block], list[Block]]:
+        """Secures slots in a lower tier for a block after its ancestors that must be there first, or for the first
+        ``most`` of these blocks.
 
-        Returns the prospect, these ancestors, and the blocks, ancestors included, that had no slot promised before.
+        Returns the prospect, these blocks, root first, and the blocks among them that had no slot promised before.
         """
+        if not self._transfers.usable(tier, low, self._now):
+            return NEVER, [], []
         if low is DISK and self._state.losing:
             return COMING, [], []  # an ancestor on disk may be about to go, and would take a new copy with it
         found = self._missing_ancestors(block, low)
         if found is None:
             return NEVER, [], []
         missing, anchor = found
-        fresh = [m for m in (*missing, block) if low is not DISK or m not in self._to_disk]
-        guarded = [block] if anchor is None else [block, anchor]
-        prospect = self._secure_guarded(low, len(fresh), guarded)
-        if prospect is NOW and self._promised_only(low, guarded):
-            prospect = COMING
+        chain = [*missing, block][:most]
+        fresh = [m for m in chain if low is not DISK or m not in self._to_disk]
+        guarded = [block] if anchor is None else [block, anchor]  # the copy builds on the anchor's
+        self._spared += guarded
+        prospect = self.secure(low, len(fresh), desperate=False)
+        del self._spared[-len(guarded) :]
+        if prospect is NOW and low is DISK and not self._to_disk.isdisjoint(guarded):
+            prospect = COMING  # a copy that this copy builds on is only promised a slot, and not planned yet
             self._promised[low] += len(fresh)
-        return prospect, missing, fresh
+        return prospect, chain, fresh
 
-    def _copy(self, block: Block, tier: Tier, low: Tier, missing: list[Block], cause: Cause) -> None:
-        """Copies the ancestors to disk from their best source, then the block. All sources stay."""
+    def _copy(self, chain: list[Block], tier: Tier, low: Tier, cause: Cause) -> None:
+        """Copies a block down, after its ancestors from their best source. All sources stay."""
+        *missing, block = chain
         for ancestor in missing:
             self._transfers.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
         self._transfers.start(block, tier, low, cause)
         self._older.pop(DISK, None)  # older moves to disk may have wanted slots for the same ancestors
-
-    def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
-        """Whether any of these disk copies is only promised a slot, and not planned yet."""
-        return low is DISK and any(block in self._to_disk for block in needed)
-
-    def _secure_guarded(self, tier: Tier, count: int, guarded: list[Block]) -> Prospect:
-        """Secures slots without giving up the guarded blocks: the block to be moved, and the ancestor its copy builds
-        on."""
-        if self.available(tier) >= count:
-            return NOW
-        self._spared += guarded
-        prospect = self.secure(tier, count, desperate=False)
-        del self._spared[-len(guarded) :]
-        return prospect
 
     def refill_disk(self) -> None:
         """Frees disk slots ahead of need while blocks are on their way to disk: a slot is free only after the deletion
@@ -382,17 +365,10 @@ class Background:
         if self._state.policy.write_policy is WriteMode.THROUGH:
             self._due.update(dict.fromkeys(blocks))
 
-    def recovered(self, blocks: list[Block]) -> None:
-        """Marks recovered blocks as used again, so that selective writes copy them down."""
-        if self._state.policy.write_policy is WriteMode.SELECTIVE:
-            self._state.reuse(blocks)
-
     def used_again(self, blocks: Sequence[Block]) -> None:
         if self._state.remote is not None:
             self._state.remote.used_again(blocks)
-        if self._state.policy.write_policy is WriteMode.SELECTIVE:
-            fresh = self._state.reuse(blocks)
-            self._due.update(dict.fromkeys(fresh))
+        self._due.update(dict.fromkeys(self._state.reuse(blocks)))
 
     def work(self, now: int) -> None:
         """Plans some copies. Blocks without room wait for work in flight; blocks that may not go down are forgotten."""

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvtierd.core.block import READY, Block, Copy
 from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DEVICE, DISK, HOST, Key, SlotId, Tier, Traits
+from kvtierd.core.ids import BITS, TIERS, Key, SlotId, Tier, Traits
 from kvtierd.core.slots import SlotState
-
-_DEVICE_BIT: Final = Tier.DEVICE.bit
-_HOST_BIT: Final = Tier.HOST.bit
-_DISK_BIT: Final = Tier.DISK.bit
 
 
 class RecoveredBlock(NamedTuple):
@@ -33,8 +29,8 @@ class RecoveredBlock(NamedTuple):
 
     @property
     def places(self) -> dict[Tier, SlotId]:
-        found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.slot}
-        return {tier: slot for tier, slot in found.items() if slot is not None}
+        found = zip(TIERS, (self.device, self.host, self.slot), strict=True)
+        return {tier: slot for tier, slot in found if slot is not None}
 
 
 def recover(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
@@ -83,12 +79,8 @@ def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
 
 
 def _claim(state: GroupState, found: Sequence[RecoveredBlock]) -> None:
-    taken = {
-        Tier.DEVICE: [one.device for one in found if one.device is not None],
-        Tier.HOST: [one.host for one in found if one.host is not None],
-        Tier.DISK: [one.slot for one in found if one.slot is not None],
-    }
-    for tier, slots in taken.items():
+    for tier, name in zip(TIERS, ("device", "host", "slot"), strict=True):
+        slots = [slot for one in found if (slot := getattr(one, name)) is not None]
         if slots:
             state.slots[tier].claim(slots, SlotState.READY)
 
@@ -98,17 +90,12 @@ def _indexed(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
     for slot, key, parent_key, traits, device, host in found:
         block = state.enter(key, parent_key, traits)
         residency = 0
-        if device is not None:
-            block.copies[DEVICE] = Copy(device, READY)
-            residency |= _DEVICE_BIT
-        if host is not None:
-            block.copies[HOST] = Copy(host, READY)
-            residency |= _HOST_BIT
-        if slot is not None:
-            block.copies[DISK] = Copy(slot, READY)
-            residency |= _DISK_BIT
-            if block.parent is not None:
-                block.parent.disk_children += 1
+        for tier, place in enumerate((device, host, slot)):
+            if place is not None:
+                block.copies[tier] = Copy(place, READY)
+                residency |= BITS[tier]
+        if slot is not None and block.parent is not None:
+            block.parent.disk_children += 1
         state.residencies.change(block, residency)
         state.introduce(block, Cause.RECOVERED)
         blocks.append(block)

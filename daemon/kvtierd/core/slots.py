@@ -81,31 +81,21 @@ class SlotTable:
     def state(self, slot: SlotId) -> SlotState:
         return _STATES[self._states[slot]]
 
-    def take(self, state: SlotState) -> SlotId:
-        """Takes a free slot and puts it in ``state``. The caller has checked that a slot is free."""
-        slot = SlotId(self._free.pop())
-        if self._states[slot] != SLOT_FREE:
-            raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
-        self._move(slot, SLOT_FREE, state)
-        self.taken += 1
-        return slot
-
-    def take_many(self, count: int, state: SlotState) -> list[SlotId]:
+    def take(self, count: int, state: SlotState) -> list[SlotId]:
         """Takes ``count`` free slots and puts them in ``state``. The caller has checked that they are free."""
-        free, states = self._free, self._states
-        taken = cast("list[SlotId]", free[: -count - 1 : -1].tolist())
-        for slot in taken:
-            if states[slot] != SLOT_FREE:
-                raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
-            states[slot] = state
-        del free[len(free) - count :]
-        self._counts[SLOT_FREE] -= count
-        self._counts[state] += count
+        taken = cast("list[SlotId]", self._free[: -count - 1 : -1].tolist())
+        del self._free[len(self._free) - count :]
+        self._fill(taken, state)
         self.taken += count
         return taken
 
     def claim(self, slots: Collection[SlotId], state: SlotState) -> None:
         """Puts these free slots in ``state``. Used at start, for slots that are in use already."""
+        self._fill(slots, state)
+        # FREE is 0, so only the state of a free slot is false.
+        self._free = array("I", filterfalse(self._states.__getitem__, self._free))
+
+    def _fill(self, slots: Collection[SlotId], state: SlotState) -> None:
         states = self._states
         for slot in slots:
             if states[slot] != SLOT_FREE:
@@ -113,24 +103,13 @@ class SlotTable:
             states[slot] = state
         self._counts[SLOT_FREE] -= len(slots)
         self._counts[state] += len(slots)
-        # FREE is 0, so only the state of a free slot is false.
-        self._free = array("I", filterfalse(self._states.__getitem__, self._free))
 
     def change(self, slot: SlotId, to: SlotState) -> None:
-        """Changes a slot from one state to another; neither is FREE."""
+        """Changes the state of a slot, which may be in state ``to`` already; neither state is FREE."""
         was: int = self._states[slot]
         if was == SLOT_FREE or to is SLOT_FREE:
             raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
         self._move(slot, was, to)
-
-    def enter(self, slot: SlotId, to: SlotState) -> None:
-        """Like :meth:`change`, but the slot may be in state ``to`` already."""
-        number: int = to
-        was: int = self._states[slot]
-        if was != number:
-            if was == SLOT_FREE:
-                raise InvariantViolation(f"slot {slot}: FREE to {to.name} by enter()")
-            self._move(slot, was, number)
 
     def give_back(self, slot: SlotId) -> None:
         was: int = self._states[slot]

@@ -66,13 +66,17 @@ class Transfers:
         """Fetches that wait for a copy to become READY."""
         self._demoting: dict[Block, Tier] = {}
         """Target tiers of blocks that a client moved while a copy of the block was in flight."""
-        self.background = 0
         self.to_disk = 0
         self.cleaning = dict.fromkeys(state.tiers, 0)
         """Number of background copies in flight by source tier; each is to make a slot clean."""
         self.edges: dict[Edge, EdgeRecord] = {
             (src, dst): EdgeRecord() for src in state.tiers for dst in state.tiers if src is not dst
         }
+
+    @property
+    def background(self) -> int:
+        """Number of background copies in flight."""
+        return sum(self.cleaning.values())
 
     @property
     def active(self) -> int:
@@ -89,18 +93,19 @@ class Transfers:
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> Copy:
         """Plans a copy. ``dst`` has a free slot, and the block has no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
-        if cause in _BACKGROUND:
-            self._count_background(src, 1)
+        self.cleaning[src] += cause in _BACKGROUND
         self.to_disk += dst is DISK
         flight = CopyInFlight(block, src, dst, source, copy, cause)
         self._in_flight[move].append(flight)
         return copy
 
     def demote_to(self, block: Block, tier: Tier) -> None:
-        """Notes that a client moved the block to this tier: idle copies above go once no copy of the block is in
-        flight."""
+        """Drops the block's idle copies above this tier, where a client has moved it: once the block is there, and no
+        copy of the block is in flight."""
         if _under_way(block):
             self._demoting[block] = tier
+        for above in self._idle_above(block, tier):
+            self._state.free_copy(block, above, Cause.EXPLICIT)
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
         """Applies a result. Returns the fetches that waited for its copies, once a copy."""
@@ -149,8 +154,7 @@ class Transfers:
     def _land(self, flight: CopyInFlight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state = self._state
         block, src, dst, source, copy = flight.block, flight.src, flight.dst, flight.source, flight.copy
-        if flight.cause in _BACKGROUND:
-            self._count_background(src, -1)
+        self.cleaning[src] -= flight.cause in _BACKGROUND
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         arrived = block.copies[dst] is copy and dst not in state.lost
@@ -168,10 +172,6 @@ class Transfers:
             self._settle_source(flight)
         if block in self._demoting and not _under_way(block):
             del self._demoting[block]
-
-    def _count_background(self, src: Tier, by: int) -> None:
-        self.background += by
-        self.cleaning[src] += by
 
     def _parent_below(self, block: Block, dst: Tier) -> bool:
         """Whether the block may stay in ``dst``: on disk its parent must be there too, so that the disk stays
@@ -206,11 +206,9 @@ class Transfers:
             state.clean_copies[src].add(block)
         elif self._promoted(flight):
             state.detach(block, src)
-        target = self._demoting.get(block)
-        if target is not None and block.residency & BITS[target]:
-            for tier in state.above[target]:
-                if self._idle(block, tier):
-                    state.detach(block, tier)
+        if block in self._demoting:
+            for tier in self._idle_above(block, self._demoting[block]):
+                state.detach(block, tier)
         if block.residency != before:  # else the block goes on below ``dst``
             state.recorder.change(UPDATED, cause, state.group, block, transfer)
         state.reconsider(block)
@@ -220,6 +218,11 @@ class Transfers:
         through. A promotion from disk keeps its source."""
         upwards = flight.dst is DEVICE and flight.src is HOST
         return upwards and not self._through and self._idle(flight.block, HOST)
+
+    def _idle_above(self, block: Block, tier: Tier) -> list[Tier]:
+        """The tiers above with an idle copy of the block, if the block is valid in this tier."""
+        there = block.residency & BITS[tier]
+        return [above for above in self._state.above[tier] if there and self._idle(block, above)]
 
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copies[tier]

@@ -11,7 +11,7 @@ from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holds, UseCounts
-from kvtierd.core.ids import BITS, DISK, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.ids import DISK, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, ReserveTicket, SlotLease, Ticket
 from kvtierd.core.outcome import Grant, GroupGrant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
@@ -83,17 +83,15 @@ class WindowManager:
         else:
             self._queues[tier].append(ticket)
 
-    def retain(self, blocks: Sequence[Block], given: Sequence[tuple[int, int]]) -> None:
+    def retain(self, blocks: Sequence[Block | None], given: Sequence[tuple[int, int]], cause: Cause = DEMAND) -> None:
         """Sets the retention given with each block; ``UNCHANGED`` leaves the block's as it is."""
         for block, (priority, duration_ms) in zip(blocks, given, strict=False):
-            if priority != UNCHANGED:
-                self.state.retain(block, priority, duration_ms, DEMAND)
+            if block is not None and priority != UNCHANGED:
+                self.state.retain(block, priority, duration_ms, cause)
 
     def set_retention(self, keys: Sequence[Key], given: Sequence[tuple[int, int]]) -> tuple[BlockResult, ...]:
         blocks = [self.state.index.get(key) for key in keys]
-        for block, (priority, duration_ms) in zip(blocks, given, strict=True):
-            if block is not None:
-                self.state.retain(block, priority, duration_ms, Cause.EXPLICIT)
+        self.retain(blocks, given, Cause.EXPLICIT)
         return tuple(BlockResult.NOT_FOUND if block is None else BlockResult.OK for block in blocks)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
@@ -127,7 +125,8 @@ class WindowManager:
             self._refuse(ticket, RefusalReason.DEADLINE)
             return
         if ticket.waiting:
-            self._take(ticket, present_only=True)
+            self._thin_out(ticket, 0)
+            self.take(ticket)
         self._answer_move(ticket)
 
     def completed(self, result: MoveResult, now: int) -> None:
@@ -167,11 +166,6 @@ class WindowManager:
         queue = self._queues[ticket.tier]
         return bool(queue) and queue[0] is ticket
 
-    def take(self, ticket: FetchTicket) -> None:
-        """Takes the request's slots, which are free."""
-        self.dequeue(ticket)
-        self._take(ticket, present_only=False)
-
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _serve_head(self, tier: Tier) -> bool:
@@ -179,15 +173,12 @@ class WindowManager:
         served."""
         ticket = self._queues[tier][0]
         if isinstance(ticket, ReserveTicket) and ticket.count > self.obtainable(tier):
-            self._queues[tier].popleft()
             self._give_up(ticket)
             return True
         after = ticket.after if isinstance(ticket, ReserveTicket) else None
         self.reclaimer.serve(ticket.id, None if after is None else self.state.index.get(after))
         wanted = self._wants(ticket)
-        prospect = (
-            NOW if self.reclaimer.available(tier) >= wanted else self.reclaimer.secure(tier, wanted, desperate=True)
-        )
+        prospect = self.reclaimer.secure(tier, wanted, desperate=True)
         coming = prospect is COMING or (prospect is NEVER and (self.transfers.active > 0 or self.slots_ahead(tier) > 0))
         waits = coming or (tier is DISK and bool(self.state.losing))  # a loss may take ancestors off the disk
         if isinstance(ticket, FetchTicket) and ticket.hold:
@@ -207,7 +198,7 @@ class WindowManager:
             lease = self._lease_blanks(ticket.session, ticket.tier, ticket.count)
             self._recorder.grant(Grant(ticket.id, (GroupGrant(self.state.group, lease.id, tuple(lease.blank)),)))
         else:
-            self._take(ticket, present_only=False)
+            self.take(ticket)
             if ticket.pending == 0 and not ticket.hold:
                 self._answer_move(ticket)
 
@@ -256,7 +247,6 @@ class WindowManager:
             self._thin_out(ticket, self.reclaimer.available(ticket.tier))
             if ticket.blocks:
                 return True
-        self._queues[ticket.tier].popleft()
         self._give_up(ticket)
         return False
 
@@ -290,34 +280,29 @@ class WindowManager:
         """Whether the block is hollow, unindexed or only in a tier being lost, and not on its way to ``tier``."""
         return not self.state.lasting(block) and block.copies[tier] is None
 
-    def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
-        """Takes all destination slots in one step and plans the copies into them."""
+    def take(self, ticket: FetchTicket) -> None:
+        """Takes all destination slots, which are free, in one step and plans the copies into them."""
+        self.dequeue(ticket)
         self._forget_lost(ticket)
         tier, claimed = ticket.tier, ticket.blocks
-        there = [block for block in claimed if block.copies[tier] is not None] if present_only else None
-        members = self._to_place(ticket) if there is None else there
         asked = set(claimed)
         ticket.waiting = False
-        for block in members:
+        for block in self._to_place(ticket):
             if block.copies[tier] is None:
-                self._fetch_one(ticket, block, asked=block in asked)
+                src = self.reclaimer.source(block)
+                if ticket.hold:
+                    cause = DEMAND
+                elif block not in asked:
+                    cause = WRITE_THROUGH
+                else:
+                    cause = Cause.PREFETCH if src > tier else Cause.EXPLICIT
+                self.transfers.start(block, src, tier, cause)
             self._join(ticket, block)
         for block in claimed:
             self.state.unclaim(block)
         if not ticket.hold:
             for block in claimed:
                 self.transfers.demote_to(block, tier)
-            self._purge_present(claimed, tier)
-
-    def _fetch_one(self, ticket: FetchTicket, block: Block, *, asked: bool) -> None:
-        src = self.reclaimer.source(block)
-        if ticket.hold:
-            self.transfers.start(block, src, ticket.tier, DEMAND)
-        elif not asked:
-            self.transfers.start(block, src, ticket.tier, WRITE_THROUGH)
-        else:
-            cause = Cause.PREFETCH if src > ticket.tier else Cause.EXPLICIT
-            self.transfers.start(block, src, ticket.tier, cause)
 
     def _join(self, ticket: FetchTicket, block: Block) -> None:
         tier = ticket.tier
@@ -331,17 +316,6 @@ class WindowManager:
         if not copy.valid:
             self.transfers.await_copy(copy, ticket)
             ticket.pending += 1
-
-    def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
-        """Drops the idle upper copies of blocks that are in the tier: their demotion needs no copy."""
-        bit = BITS[tier]
-        for block in blocks:
-            if not block.residency & bit or block.residency == bit:
-                continue
-            for above in self.state.above[tier]:
-                upper = block.copies[above]
-                if upper is not None and upper.still and block.claims == 0:
-                    self.state.free_copy(block, above, Cause.EXPLICIT)
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
@@ -357,7 +331,8 @@ class WindowManager:
         self._recorder.grant(Grant(ticket.id, results=results, failed=failed))
 
     def _give_up(self, ticket: Ticket) -> None:
-        """Ends a request that is in no queue and can have nothing."""
+        """Ends a request that can have nothing."""
+        self.dequeue(ticket)
         if isinstance(ticket, FetchTicket):
             self._answer_move(ticket)
         else:
@@ -463,8 +438,7 @@ class WindowManager:
             bad = set(quarantined)
             state.corrupt[DISK] |= bad
             state.slots[DISK].claim(bad, SLOT_QUARANTINED)
-        blocks = recover(state, recovered)
-        self.background.recovered(blocks)
+        state.reuse(recover(state, recovered))  # selective writes copy recovered blocks down
 
     def refuse_offline(self, ticket: Ticket) -> None:
         """Refuses a request for a tier out of service. Copies in flight for the request end by themselves."""

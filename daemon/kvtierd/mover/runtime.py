@@ -63,7 +63,7 @@ class CopyPiece:
     runtime: CacheRuntime
     move: Move
     first: int
-    items: tuple[MoveItem, ...]
+    items: Sequence[MoveItem]
     submitted_ns: int
 
 

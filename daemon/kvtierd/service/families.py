@@ -35,7 +35,7 @@ def idle_since(cache: ServedCache, last_open: LastOpen) -> float | None:
     """The time since which the cache is idle; None if it is not."""
     manager = cache.runtime.manager
     pinned = any(next(window.state.pins.blocks(), None) is not None for window in manager.windows.values())
-    return None if pinned or manager.lease_records() else last_open(cache)
+    return None if pinned or manager.leases else last_open(cache)
 
 
 def idle_members(

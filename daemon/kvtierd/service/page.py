@@ -60,7 +60,7 @@ def _sessions(engine: Engine, catalog: Catalog, sessions: SessionRegistry, now: 
     """The sessions, the oldest lease first."""
     leases: dict[SessionId, list[int]] = {}
     for cache in catalog:
-        for lease in engine.manager(cache.id).lease_records():
+        for lease in engine.manager(cache.id).leases.values():
             leases.setdefault(lease.session, []).append(lease.granted_at)
     for session in sorted(sessions, key=lambda each: min(leases.get(each.id, [now]))):
         held = leases.get(session.id, [])

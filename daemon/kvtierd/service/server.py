@@ -158,12 +158,11 @@ class Health:
     def _old_leases(self, caches: Iterable[ServedCache]) -> Iterator[str]:
         now = time.time_ns()
         for cache in caches:
-            for lease in self._engine.manager(cache.id).lease_records():
+            for lease in self._engine.manager(cache.id).leases.values():
                 if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
                     pid, command = self._sessions.owner_of(lease.session)
-                    slots = lease.blank_slots + lease.held_blocks
                     owner = f"session {lease.session}, pid {pid} {command}"
-                    yield f"cache {cache.name}: {slots} {lease.tier} slots are leased since {age_s} s by {owner}"
+                    yield f"cache {cache.name}: {lease.slots} {lease.tier} slots are leased since {age_s} s by {owner}"
 
 
 LOCK: Final = "kvtierd.lock"

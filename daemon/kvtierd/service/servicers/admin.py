@@ -18,7 +18,7 @@ from kvtier.v1 import admin_pb2, blocks_pb2
 from kvtierd.core.block import Phase
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import KEY_BYTES, TIERS, GroupId, Key, SessionId, Tier
-from kvtierd.core.leases import LeaseRecord
+from kvtierd.core.leases import SlotLease
 from kvtierd.core.transfers import GroupCounts, ManagerStats, TierCount
 from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
@@ -111,7 +111,7 @@ class AdminService:
     async def leases(self, session: ClientSession, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
         await self._catalog.loaded()
         caches = self._wanted_caches(request.cache)
-        leases = ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
+        leases = ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).leases.values())
         found = sorted(leases, key=lambda lease: lease[1].granted_at)
         now = time.time_ns()
         return admin_pb2.LeasesResponse(
@@ -331,7 +331,7 @@ def _holding(peer: str, cache: ServedCache, group: GroupId, blocks: int, residen
     return admin_pb2.Holding(peer=peer, cache=cache.name, group=group, blocks=blocks, tiers=tiers)
 
 
-def _lease_info(cache: ServedCache, lease: LeaseRecord, holder: ClientSession | None, now: int) -> admin_pb2.LeaseInfo:
+def _lease_info(cache: ServedCache, lease: SlotLease, holder: ClientSession | None, now: int) -> admin_pb2.LeaseInfo:
     """``holder``: None if the session is gone or the caller may not see it."""
     return wire.same_fields(
         admin_pb2.LeaseInfo,

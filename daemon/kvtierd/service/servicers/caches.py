@@ -129,7 +129,7 @@ class CachesService:
         users = [session for session in self._sessions if cache.id in session.caches]
         if users and not request.force:
             raise _in_use("CACHE_IN_USE", cache, f"{len(users)} sessions have it open")
-        leases = len(cache.runtime.manager.lease_records())
+        leases = len(cache.runtime.manager.leases)
         if leases:
             raise _in_use("LEASES_HELD", cache, f"{leases} leases are held there; they must end first")
         if not request.dry_run:
