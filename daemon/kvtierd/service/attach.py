@@ -60,55 +60,16 @@ class DaemonIdentity:
         return session_pb2.Welcome(token=session.token, session_id=session.id, resumed=resumed, **numbers)
 
 
-class Packets:
-    """The packets of a connection, for a single reader. Its descriptor stays with the event loop between waits."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock: Final = sock
-        self._loop: Final = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[bytes] | None = None
-        self._watched = False
-
-    async def next(self) -> session_pb2.SessionRequest | None:
-        """The next message; None at the end. The kernel closes descriptors that the peer sends. Raises
-        :class:`AttachRefused` (BAD_MESSAGE, TOO_LONG), OSError."""
-        packet = await self._next_packet()
-        if len(packet) > attach.MAX_MESSAGE:
-            raise AttachRefused("TOO_LONG", f"a message has at most {attach.MAX_MESSAGE} bytes")
-        try:
-            return session_pb2.SessionRequest.FromString(packet) if packet else None
-        except DecodeError:
-            raise AttachRefused("BAD_MESSAGE", f"{len(packet)} bytes that are no SessionRequest") from None
-
-    async def _next_packet(self) -> bytes:
-        with suppress(BlockingIOError):
-            return self._sock.recv(attach.MAX_MESSAGE + 1)
-        if not self._watched:
-            self._loop.add_reader(self._sock.fileno(), self._readable)
-            self._watched = True
-        self._waiter = self._loop.create_future()
-        try:
-            return await self._waiter
-        finally:
-            self._waiter = None
-
-    def close(self) -> None:
-        """Gives the descriptor back. Call before the socket is closed; closing twice is allowed."""
-        if self._watched:
-            self._loop.remove_reader(self._sock.fileno())
-            self._watched = False
-
-    def _readable(self) -> None:
-        """Receives in the callback, in order of arrival: a woken reader could receive after other connections."""
-        if self._waiter is None:
-            self.close()  # without a waiting reader the loop would call again and again
-        elif not self._waiter.done():
-            try:
-                self._waiter.set_result(self._sock.recv(attach.MAX_MESSAGE + 1))
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                self._waiter.set_exception(error)
+async def _next(sock: socket.socket) -> session_pb2.SessionRequest | None:
+    """The next message; None at the end. The kernel closes descriptors that the peer sends. Raises
+    :class:`AttachRefused` (BAD_MESSAGE, TOO_LONG), OSError."""
+    packet = await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
+    if len(packet) > attach.MAX_MESSAGE:
+        raise AttachRefused("TOO_LONG", f"a message has at most {attach.MAX_MESSAGE} bytes")
+    try:
+        return session_pb2.SessionRequest.FromString(packet) if packet else None
+    except DecodeError:
+        raise AttachRefused("BAD_MESSAGE", f"{len(packet)} bytes that are no SessionRequest") from None
 
 
 class LocalCalls:
@@ -231,8 +192,7 @@ class AttachServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
-            with closing(Packets(sock)) as packets:
-                await self._converse(sock, packets)
+            await self._converse(sock)
         except AttachRefused as error:
             # A client that reconnects after a restart names its old session first.
             level = logging.INFO if error.reason == "UNKNOWN_SESSION" else logging.WARNING
@@ -251,13 +211,13 @@ class AttachServer:
             else:
                 sock.close()
 
-    async def _converse(self, sock: socket.socket, packets: Packets) -> None:
-        token = (await hear_hello(packets.next())).token
+    async def _converse(self, sock: socket.socket) -> None:
+        token = (await hear_hello(_next(sock))).token
         session = self._admit(sock, token)
         local = LocalCalls(sock, session, self._dispatcher)
         try:
             _send(sock, session_pb2.SessionReply(welcome=self._identity.welcome(session, resumed=bool(token))))
-            while (request := await packets.next()) is not None:
+            while (request := await _next(sock)) is not None:
                 match request.WhichOneof("message"):
                     case "call":
                         await local.take(request.call)

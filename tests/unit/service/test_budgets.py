@@ -109,8 +109,8 @@ def test_budgets_that_cannot_be_given(size: int, code: grpc.StatusCode, reason: 
 
 
 def test_slots_remembered_by_a_later_daemon_are_refused(tmp_path: Path) -> None:
-    write_superblock(tmp_path, "budgets", {"version": 3, "caches": {}})
-    with pytest.raises(DamagedDirectory, match="version 3"):
+    write_superblock(tmp_path, "budgets", {"version": 4, "caches": {}})
+    with pytest.raises(DamagedDirectory, match="version 4"):
         RememberedSlots(tmp_path)
 
 
