@@ -426,8 +426,7 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
 
 def answer(toy: Engine, run: Run) -> None:
     """Computes one more block of a request, and saves it once there are slots."""
-    live = toy.planner.leader._live
-    wait_until(lambda: all(sum(len(each.free) for each in live(group)) > 0 for group in run.table))
+    wait_until(lambda: all(toy.planner.leader.free_slots(group) > 0 for group in run.table))
     run.loaded = len(run.chain)
     run.chain.extend(range(TOKENS))
     run.tokens += TOKENS

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
-from typing import Any, Final, TypeAlias
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from kvtier.lease import STAYS_BLANK, WriteLease
 from kvtier.mirror.follower import follow
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
-from kvtier.wire import MAX_KEYS, split_keys
+from kvtier.wire import MAX_KEYS
 
 START_S: Final = 5.0
 """Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
@@ -57,64 +57,31 @@ _OUTCOMES: Final = {
 _log = logging.getLogger("kvtier.engine")
 
 
-@dataclass(slots=True, eq=False)
-class Reserved:
-    """A lease whose slots are taken one by one. ``free``: indices of slots not taken; ``open``: number of slots neither
-    committed nor given up."""
+class Slot(NamedTuple):
+    """A reserved slot: its place in a lease."""
 
     lease: WriteLease
     ticket: WriteTicket
-    free: deque[int]
-    open: int
-
-    @property
-    def lost(self) -> bool:
-        """Whether the session of the lease is over, and the lease with it."""
-        return self.lease.cache.session_number != self.lease.binding.session
+    place: int
 
 
-Slots: TypeAlias = list[tuple[Reserved, list[int]]]
+def placed(slots: Iterable[Slot], pages: Iterable[int]) -> tuple[Placed, ...]:
+    """Returns slots with their pages for the workers, one value per lease."""
+    of_leases = groupby(zip(slots, pages, strict=True), key=lambda pair: pair[0].ticket)
+    found = ((ticket, [*some]) for ticket, some in of_leases)
+    return tuple(
+        Placed(ticket, tuple([ticket.slots[slot.place] for slot, _ in some]), tuple([page for _, page in some]))
+        for ticket, some in found
+    )
 
 
-@dataclass(slots=True)
-class Taken:
-    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none. ``tokens``:
-    token ids of 4 bytes, or none."""
+class NewBlock(NamedTuple):
+    """A block to be stored; a parent of zeros means none. ``tokens``: token ids of 4 bytes, or none."""
 
-    group: int
-    keys: bytes
-    parents: bytes
-    at: Slots
-    tokens: bytes = b""
-
-    def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
-        """Returns the slots with their pages for the workers, one value per lease."""
-        rest = iter(pages)
-        return tuple(
-            Placed(
-                reserved.ticket,
-                tuple([reserved.lease.slots[index] for index in indices]),
-                tuple(islice(rest, len(indices))),
-            )
-            for reserved, indices in self.at
-        )
-
-    def without(self, lost: Collection[int]) -> tuple[Taken, Slots]:
-        """Returns the blocks but for the ``lost`` ones, given by their places, and the slots of the lost ones."""
-        kept: Slots = []
-        free: Slots = []
-        places = count()
-        for reserved, indices in self.at:
-            place_of = dict(zip(indices, places, strict=False))
-            kept.append((reserved, [index for index in indices if place_of[index] not in lost]))
-            free.append((reserved, [index for index in indices if place_of[index] in lost]))
-        stay = [place for place in range(len(self.keys) // KEY_BYTES) if place not in lost]
-        width = len(self.tokens) * KEY_BYTES // len(self.keys)
-        keys, parents, tokens = (
-            b"".join(packed[place * each : (place + 1) * each] for place in stay)
-            for packed, each in ((self.keys, KEY_BYTES), (self.parents, KEY_BYTES), (self.tokens, width))
-        )
-        return Taken(self.group, keys, parents, [each for each in kept if each[1]], tokens), free
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    slot: Slot
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,9 +99,10 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write and the commit makes blocks. ``incomplete``: some are not stored."""
+    """A save: by group, the blocks that the workers write and the commit stores. ``incomplete``: some are not
+    stored."""
 
-    taken: tuple[Taken, ...]
+    blocks: dict[int, list[NewBlock]]
     incomplete: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -165,7 +133,10 @@ class Leader:
         """The last hold that was not granted in time."""
         self._tried: Final = threading.Event()
         """Set after the first attempt to open the cache."""
-        self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
+        self._leases: Final[list[list[WriteLease]]] = [[] for _ in self._groups]
+        """By group, the leases that the leader still holds."""
+        self._free: Final[list[deque[Slot]]] = [deque() for _ in self._groups]
+        """By group, the slots that no save has taken, and slots of leases that have ended."""
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
         self._watcher: Final = watcher if options.events else None
@@ -223,29 +194,25 @@ class Leader:
         host = int(np.count_nonzero(residency & (Tier.DEVICE.bit | Tier.HOST.bit)))
         return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
 
-    def take(self, group: int, count: int) -> tuple[Slots, int]:
-        """Takes up to ``count`` reserved slots of a group. Returns the slots and their number."""
-        taken: Slots = []
-        left = count
-        for reserved in self._live(group):
-            some = [reserved.free.popleft() for _ in range(min(left, len(reserved.free)))]
-            if some:
-                taken.append((reserved, some))
-                left -= len(some)
-        if left:
+    def take(self, group: int, count: int) -> list[Slot]:
+        """Takes up to ``count`` reserved slots of a group."""
+        taken: list[Slot] = []
+        with suppress(IndexError):
+            while len(taken) < count:
+                slot = self._free[group].popleft()
+                if self._is_held(slot.lease):
+                    taken.append(slot)
+        if len(taken) < count:
             self._target[group] = min(2 * max(self._target[group], count), _MOST_AHEAD)
         self._look()
-        return taken, count - left
+        return taken
 
-    def give_back(self, taken: Slots, keep: int = 0) -> Slots:
-        """Gives back unused slots, all but the first ``keep``. Returns the slots kept."""
-        kept: Slots = []
-        for reserved, indices in taken:
-            reserved.free.extendleft(reversed(indices[keep:]))
-            if indices[:keep]:
-                kept.append((reserved, indices[:keep]))
-            keep = max(0, keep - len(indices))
-        return kept
+    def give_back(self, group: int, slots: Sequence[Slot]) -> None:
+        self._free[group].extendleft(reversed(slots))
+
+    def free_slots(self, group: int) -> int:
+        """Returns the number of slots that :meth:`take` could take."""
+        return sum(self._is_held(slot.lease) for slot in list(self._free[group]))
 
     def commit(self, writing: Writing) -> None:
         """Queues the commit of a save that all ranks have written. ``writing.done`` is set when the commit is over."""
@@ -254,20 +221,20 @@ class Leader:
 
     def leave_out(self, writing: Writing, lost: Mapping[int, Collection[int]]) -> None:
         """Leaves blocks out of a save before its commit. Their slots serve other blocks. ``lost``: by group, places."""
-        kept = []
-        for taken in writing.taken:
-            rest, free = taken.without(lost.get(taken.group, ()))
-            kept += [rest] * bool(rest.at)
-            self.give_back(free)
-        writing.taken, writing.incomplete = tuple(kept), True
+        for group, places in lost.items():
+            blocks = writing.blocks.pop(group)
+            self.give_back(group, [block.slot for place, block in enumerate(blocks) if place in places])
+            if kept := [block for place, block in enumerate(blocks) if place not in places]:
+                writing.blocks[group] = kept
+        writing.incomplete = True
 
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
         self._not_saved("the pages were taken away, or could not be copied", writing)
         self.doubt()
-        for taken in writing.taken:
-            self.give_back(taken.at)
-        writing.taken = ()
+        for group, blocks in writing.blocks.items():
+            self.give_back(group, [block.slot for block in blocks])
+        writing.blocks = {}
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
@@ -366,12 +333,8 @@ class Leader:
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
 
-    def _live(self, group: int) -> list[Reserved]:
-        for reserved in list(self._reserved[group]):
-            if reserved.lost:
-                with suppress(ValueError):  # the other thread has removed it
-                    self._reserved[group].remove(reserved)
-        return list(self._reserved[group])
+    def _is_held(self, lease: WriteLease) -> bool:
+        return not lease.released and lease.binding.session == lease.cache.session_number
 
     def _soon(self, work: Callable[[], Coroutine[Any, Any, object]], fault: str) -> None:
         """Runs ``work`` on the leader's own thread, without waiting for it."""
@@ -471,64 +434,61 @@ class Leader:
             of_group = cache.in_group(group)
             most = max(1, of_group.slots(Tier.HOST) // _MOST_OF_TIER)
             target = min(self._target[group], most)
-            live = self._live(group)
-            free = sum(len(reserved.free) for reserved in live)
-            wanted = min(target - free, most - sum(reserved.open for reserved in live))
-            if 2 * free > target or wanted <= 0:
+            leases = self._leases[group] = [lease for lease in self._leases[group] if self._is_held(lease)]
+            free = self.free_slots(group)
+            if 2 * free > target:
+                continue
+            wanted = min(target - free, most - sum(len(lease.blank) for lease in leases))
+            if wanted <= 0:
                 continue
             try:
                 lease = await of_group.reserve(wanted, Tier.HOST, timeout=CALL_S)
             except KvtierError as error:
                 self.complaints.add("no slots could be reserved", error)
                 continue
-            self._reserved[group].append(Reserved(lease, lease.ticket(), deque(range(len(lease))), len(lease)))
+            leases.append(lease)
+            ticket = lease.ticket()
+            self._free[group].extend(Slot(lease, ticket, place) for place in range(len(lease)))
 
     async def _commit(self, writing: Writing) -> None:
         try:
             # Full-attention groups come last: a prefix is found when every group has it.
-            for taken in sorted(writing.taken, key=lambda each: not self.layout.groups[each.group].window):
-                await self._commit_group(writing, taken)
+            for group in sorted(writing.blocks, key=lambda group: not self.layout.groups[group].window):
+                await self._commit_group(writing, group)
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
             self._not_saved("the commit failed", writing)
-            for taken in writing.taken:  # their slots may or may not hold blocks
-                for reserved, _ in taken.at:
-                    await self._end(taken.group, reserved)
+            for lease in {block.slot.lease for blocks in writing.blocks.values() for block in blocks}:
+                await self._end(lease)  # its slots may or may not hold blocks
         finally:
             writing.done.set()
 
-    async def _commit_group(self, writing: Writing, taken: Taken) -> None:
-        keys, parents, start = taken.keys, split_keys(taken.parents), 0
-        width = len(taken.tokens) // len(parents)
-        for reserved, indices in taken.at:
-            stop = start + len(indices)
-            results = await reserved.lease.commit(
-                keys[start * KEY_BYTES : stop * KEY_BYTES],
-                parents=parents[start:stop],
-                prompt=_Tokens(taken.tokens[start * width : stop * width]) if width else None,
-                at=indices,
+    async def _commit_group(self, writing: Writing, group: int) -> None:
+        for lease, blocks in groupby(writing.blocks[group], key=lambda block: block.slot.lease):
+            some = list(blocks)
+            tokens = b"".join(block.tokens for block in some)
+            results = await lease.commit(
+                [block.key for block in some],
+                parents=[block.parent for block in some],
+                prompt=_Tokens(tokens) if tokens else None,
+                at=[block.slot.place for block in some],
                 hold=False,
                 timeout=CALL_S,
             )
-            for index, result in zip(indices, results, strict=True):
+            for block, result in zip(some, results, strict=True):
                 self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
                 if result in STAYS_BLANK:
                     writing.incomplete = True
-                    reserved.free.append(index)
-                else:
-                    reserved.open -= 1
-            if not reserved.open:
-                await self._end(taken.group, reserved)
-            start = stop
+                    self._free[group].append(block.slot)
+            if not lease.blank:
+                await self._end(lease)
 
     def _not_saved(self, why: str, writing: Writing) -> None:
         writing.incomplete = True
-        self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
+        self.complaints.note(f"not saved: {why}", sum(map(len, writing.blocks.values())))
 
-    async def _end(self, group: int, reserved: Reserved) -> None:
-        with suppress(ValueError):
-            self._reserved[group].remove(reserved)
+    async def _end(self, lease: WriteLease) -> None:
         try:
-            await reserved.lease.cache.release(reserved.lease)
+            await lease.cache.release(lease)
         except KvtierError as error:
             self.complaints.add("slots could not be given back", error)
