@@ -22,25 +22,23 @@ import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
-from kvtier.client import AsyncClient, connect
+from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
+from kvtier.engine.client import EngineClient
 from kvtier.engine.layout import Layout
 from kvtier.engine.log import opened
 from kvtier.engine.options import Complaints, EngineOptions
-from kvtier.engine.outage import Outage, can_pass
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
-from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError
+from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.lease import STAYS_BLANK, WriteLease
 from kvtier.mirror.follower import follow
-from kvtier.sync.loop import LoopThread
+from kvtier.sync import Client
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
 from kvtier.wire import MAX_KEYS
 
-START_S: Final = 5.0
-"""Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
 _LEAST_PIN_S: Final = 0.01
@@ -122,17 +120,13 @@ class Leader:
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
         self.name: Final = layout.cache(options.cache)
-        self._outage: Final = Outage(_log, self.name)
+        self._connection: Final = EngineClient(_log, self.name, partial(Client, options.address, timeout=CALL_S))
         self._reset: Final = PendingReset(self.name, options.address)
         self._groups: Final = range(len(layout.groups))
         self._full: Final = [group for group in self._groups if not layout.groups[group].window] or [0]
         self._cache: Cache | None = None
-        self._client: AsyncClient | None = None
-        self._fault: KvtierError | None = None
         self._late: Future[AcrossLease] | None = None
         """The last hold that was not granted in time."""
-        self._tried: Final = threading.Event()
-        """Set after the first attempt to open the cache."""
         self._leases: Final[list[list[WriteLease]]] = [[] for _ in self._groups]
         """By group, the leases that the leader still holds."""
         self._free: Final[list[deque[Slot]]] = [deque() for _ in self._groups]
@@ -141,23 +135,21 @@ class Leader:
         self._written: Final[deque[Writing]] = deque()
         self._watcher: Final = watcher if options.events else None
         self._watching: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event
-        self._thread: Final = LoopThread("kvtier-leader")
-        self._serving: Final = self._thread.submit(self._serve)
-        self._tried.wait(START_S)
-        if self._cache is None:
-            fault = self._fault or CallerError(f"the daemon has not opened it within {START_S:g} s", reason="NOT_OPEN")
+        self._wake: Final = asyncio.Event()
+        self._serving: Future[None] | None = None
+        try:
+            self._connection.open(self._open, fail=options.on_error == "fail")
+        except KvtierError as error:
             if options.on_error == "fail":
-                self.close()
-                raise fault
-            self._outage.begin(fault)
+                raise
+            self._connection.begin(error)
 
     # -- the scheduler's thread ------------------------------------------------------------------------------------
 
     @property
     def answers(self) -> bool:
         """Whether the cache is open and the daemon answered the last call."""
-        return self._cache is not None and self._client is not None and self._client.connected
+        return self._cache is not None and self._connection.connected
 
     def prefix_length(self, keys: bytes, *, counts: bool = False, stateless: bool = False) -> int:
         """Looks up the longest prefix of a chain that all groups can serve, in mapped memory. While the daemon does not
@@ -268,15 +260,15 @@ class Leader:
         return self._acquiring(keys, recompute_seconds_per_block=price, timeout=wait)
 
     def _acquiring(self, keys: bytes, **wanted: Any) -> Future[AcrossLease] | None:
-        cache = self._cache
-        if cache is None or not self.answers:
+        cache, client = self._cache, self._connection.client
+        if cache is None or client is None or not self.answers:
             return None
 
         async def acquire() -> AcrossLease:
             return await cache.across.acquire(keys, Tier.HOST, **wanted)
 
         with suppress(KvtierError):  # closed
-            return self._thread.submit(acquire)
+            return client.submit(acquire)
         return None
 
     def note_why_not_fetched(self, keys: bytes, blocks: int) -> None:
@@ -316,20 +308,15 @@ class Leader:
 
     def doubt(self) -> None:
         """Asks after a failed copy whether the daemon answers. While it does not, only blocks in memory are offered."""
-        client = self._client
-        if client is not None:
-            self._soon(lambda: client.stats(timeout=_DOUBT_S), "the daemon did not answer after a copy had failed")
+        if (client := self._connection.client) is not None:
+            stats = partial(client.inner.stats, timeout=_DOUBT_S)
+            self._soon(stats, "the daemon did not answer after a copy had failed")
 
     def close(self) -> None:
         """Ends the session, which gives all slots back to the daemon."""
-
-        async def farewell() -> None:
+        if self._serving is not None:
             self._serving.cancel()
-            if self._client is not None:
-                await self._client.close()
-
-        self._outage.close()
-        self._thread.stop(farewell)
+        self._connection.close()
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
 
@@ -345,36 +332,23 @@ class Leader:
             except KvtierError as error:
                 self.complaints.add(fault, error)
 
-        with suppress(KvtierError):  # closed: the daemon has everything back
-            self._thread.submit(run)
+        if (client := self._connection.client) is not None:
+            with suppress(KvtierError):  # closed: the daemon has everything back
+                client.submit(run)
 
     def _look(self) -> None:
-        with suppress(KvtierError):  # closed
-            self._thread.call_soon(self._wake.set)
+        if (client := self._connection.client) is not None:
+            with suppress(KvtierError):  # closed
+                client.thread.call_soon(self._wake.set)
 
-    async def _serve(self) -> None:
-        self._wake = asyncio.Event()
-        try:
-            cache = await self._open()
-            await self._refill(cache)
-            self._cache = cache
-            self._soon(self._carry_out_reset, "the cache could not be reset")
-        except KvtierError as error:
-            self._fault = error
-            if self._tried.is_set():  # the engine's start has not seen this error
-                self._outage.begin(error)
-            return
-        finally:
-            self._tried.set()
-        assert self._client is not None
-        _log.info("%s", opened(cache.info, self._client.address, self.layout.weights))
-        self._outage.watch(lambda: self.answers)
+    async def _serve(self, cache: Cache, client: AsyncClient) -> None:
+        self._soon(self._carry_out_reset, "the cache could not be reset")
         if self._watcher is not None:
-            self._watching = asyncio.create_task(self._watch(self._client, self._watcher))
+            self._watching = asyncio.create_task(self._watch(client, self._watcher))
         while True:
             self._wake.clear()
             while self._written:
-                if self._client.connected:
+                if client.connected:
                     await self._commit(self._written.popleft())
                 else:  # the bytes stay in their slots
                     await asyncio.sleep(_DOUBT_S)
@@ -405,29 +379,19 @@ class Leader:
                     self.complaints.add("routers do not hear of the cache's blocks", error)
             await asyncio.sleep(backoff.next())
 
-    async def _open(self) -> Cache:
-        backoff = Backoff(0.1, 5.0)
+    def _open(self, client: Client) -> None:
         options = CacheOptions(write_policy=self.options.policy)
-        while True:
-            try:
-                if self._client is None:
-                    self._client = await connect(self.options.address, timeout=CALL_S)
-                cache = await self._client.open_cache(
-                    self.name, self.layout.spec, budgets=self.options.budgets, options=options
-                )
-                if self._reset.due and not await self._reset.carry_out(cache):
-                    raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
-            except (KvtierError, OSError) as error:  # OSError: memory or descriptors for the mapping are short
-                if not can_pass(error):
-                    raise
-                self._fault = error if isinstance(error, KvtierError) else RetryableError(str(error))
-                self._tried.set()
-                await asyncio.sleep(backoff.next())
-                continue
-            if not cache.mapped or Tier.HOST in cache.unmapped or Tier.HOST not in cache.tiers:
-                limit = "a daemon on this host with a host tier: an engine's pages are copied through its memory"
-                raise InvalidArgument("kvtier setting address", self._client.address, limit)
-            return cache
+        name, spec = self.name, self.layout.spec
+        cache = client.open_cache(name, spec, budgets=self.options.budgets, options=options).inner
+        if self._reset.due and not client.thread.run(lambda: self._reset.carry_out(cache)):
+            raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
+        if not cache.mapped or Tier.HOST in cache.unmapped or Tier.HOST not in cache.tiers:
+            limit = "a daemon on this host with a host tier: an engine's pages are copied through its memory"
+            raise InvalidArgument("kvtier setting address", client.address, limit)
+        client.thread.run(lambda: self._refill(cache))
+        self._cache = cache
+        _log.info("%s", opened(cache.info, client.address, self.layout.weights))
+        self._serving = client.submit(lambda: self._serve(cache, client.inner))
 
     async def _refill(self, cache: Cache) -> None:
         for group in self._groups:
