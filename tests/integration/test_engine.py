@@ -426,8 +426,7 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
 
 def answer(toy: Engine, run: Run) -> None:
     """Computes one more block of a request, and saves it once there are slots."""
-    live = toy.planner.leader._live
-    wait_until(lambda: all(sum(len(each.free) for each in live(group)) > 0 for group in run.table))
+    wait_until(lambda: all(toy.planner.leader.free_slots(group) > 0 for group in run.table))
     run.loaded = len(run.chain)
     run.chain.extend(range(TOKENS))
     run.tokens += TOKENS
@@ -470,7 +469,7 @@ def test_a_save_waits_for_a_silent_daemon(daemon, written):
             leader.doubt()
             wait_until(lambda: not leader.answers and rank._client is not None and rank._client.connected is written)
             toy.end_step()
-            leader._thread.submit(lambda: asyncio.sleep(0.1)).result()
+            leader._connection.client.submit(lambda: asyncio.sleep(0.1)).result()
         toy.end(run)
         toy.settle()
         assert toy.planner.stats()["blocks saved"] == 10

@@ -208,7 +208,8 @@ async def test_an_engine_tries_a_full_tier_again_and_two_lines_tell_of_it(start_
         try:
             assert not engine.leader.answers
             await client.remove_cache("full", force=True)
-            await eventually(lambda: engine.leader.answers and store._reachable, bool)
+            await eventually(lambda: caplog.text.count("is back"), lambda count: count == 2)
+            assert engine.leader.answers and store._connection.connected
             for name in (engine.leader.name, store.name):
                 said = [text for text in caplog.messages if name in text and ("without" in text or "is back" in text)]
                 assert "runs without kvtier's cache" in said[0]

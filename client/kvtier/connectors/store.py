@@ -7,18 +7,18 @@ blocks are a miss, and the engine's saves are dropped, until the daemon answers 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Blocks
+from kvtier.engine.client import OPEN_S, EngineClient
 from kvtier.engine.layout import cache_name
 from kvtier.engine.log import opened
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions, Share
-from kvtier.engine.outage import OPEN_S, Outage
 from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument
 from kvtier.memory.planes import Pages
@@ -59,23 +59,22 @@ class Store:
             raise InvalidArgument(f"cache of {spec.model}: {error.field}", error.value, error.limit) from error
         options.require_room(spec, share)
         self.complaints: Final = Complaints(_log)
-        self._outage: Final = Outage(_log, self.name)
+        connect = partial(Client, options.address, timeout=options.load_timeout, patience=SILENCE_S)
+        self._connection: Final = EngineClient(_log, self.name, connect)
         self._reset: Final = PendingReset(self.name, options.address)
         self._options: Final = options
         self._spec: Final = spec
         self._weights: Final = weights
         self._asks: Final = asks
         self._budgets = {tier: int(nbytes * share) for tier, nbytes in (options.budgets or {}).items()}
-        self._client: Client | None = None
         self._groups: Sequence[SyncCache] = ()
-        self._lock: Final = threading.Lock()
-        self._outage.open(self._open, fail=options.on_error == "fail")
+        self._connection.open(self._open, fail=options.on_error == "fail")
 
     def probe(self, group: int, keys: Sequence[bytes]) -> list[bool]:
         """Returns which keys have a block that a load would get."""
 
         def look(cache: SyncCache) -> list[bool]:
-            tiers = 0xFF if self._reachable else _MAPPED
+            tiers = 0xFF if self._connection.connected else _MAPPED
             found = (cache.probe(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS))
             return [bool(residency & tiers) for some in found for residency in some]
 
@@ -86,7 +85,7 @@ class Store:
         there = self.probe(group, keys)
 
         def bring(cache: SyncCache) -> list[bool]:
-            if not cache.info.remote or not self._reachable:
+            if not cache.info.remote or not self._connection.connected:
                 return [False]
             unique = list(dict.fromkeys(keys))[:MAX_KEYS]
             return [bool(cache.move(unique, Tier.HOST, timeout=self._options.remote_wait))]
@@ -120,7 +119,7 @@ class Store:
         """Stores blocks under keys. Returns for each key whether it is stored afterwards."""
 
         def put(cache: SyncCache) -> list[bool]:
-            if not self._reachable:
+            if not self._connection.connected:
                 self.complaints.note("not saved: the daemon does not answer", len(keys))
                 return [False] * len(keys)
             first = {key: at for at, key in reversed(list(enumerate(keys)))}  # a call has no key twice
@@ -146,53 +145,37 @@ class Store:
         self._tried(0, "the cache was not cleared", lambda cache: [True], 1)
 
     def close(self) -> None:
-        with self._lock:
-            self._outage.close()
-            client, self._client, self._groups = self._client, None, ()
+        self._groups = ()
+        self._connection.close()
         _log.info("%s closed: %s", self.name, dict(self.complaints.counts))
-        if client is not None:
-            client.close()
-
-    @property
-    def _reachable(self) -> bool:
-        client = self._client
-        return client is not None and client.connected
 
     def _tried(self, group: int, failure: str, work: Callable[[SyncCache], list[bool]], count: int) -> list[bool]:
         groups = self._groups
         if not groups:
             return [False] * count
         try:
-            if self._reset.due and not (self._reachable and self._reset.carry_out_now(groups[0])):
+            cache, reset = groups[0], self._reset
+            if reset.due and not (
+                self._connection.connected and cache.thread.run(lambda: reset.carry_out(cache.inner))
+            ):
                 return [False] * count
             return work(groups[group])
         except Exception as error:  # noqa: BLE001  the engine's thread must not end because of its cache
             self.complaints.add(failure, error)
             return [False] * count
 
-    def _open(self) -> None:
-        client = Client(self._options.address, timeout=self._options.load_timeout, patience=SILENCE_S)
-        try:
-            cache = client.open_cache(
-                self.name,
-                self._spec,
-                budgets=self._budgets,
-                options=CacheOptions(write_policy=self._options.policy),
-                timeout=OPEN_S,
-            )
-        except BaseException:
-            client.close()
-            raise
+    def _open(self, client: Client) -> None:
+        cache = client.open_cache(
+            self.name,
+            self._spec,
+            budgets=self._budgets,
+            options=CacheOptions(write_policy=self._options.policy),
+            timeout=OPEN_S,
+        )
         if not self._asks:
             cache.inner.reader.mute()
-        groups = [cache.in_group(at) for at in range(len(self._spec.groups))]
         _log.info("%s", opened(cache.info, client.address, self._weights))
-        with self._lock:
-            if not self._outage.closed.is_set():
-                self._client, self._groups = client, groups
-        if self._outage.closed.is_set():
-            client.close()
-        self._outage.watch(lambda: self._reachable)
+        self._groups = [cache.in_group(at) for at in range(len(self._spec.groups))]
 
 
 def _chosen(blocks: Any, at: Sequence[int]) -> Any:

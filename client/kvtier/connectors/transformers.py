@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -31,7 +32,7 @@ from transformers import cache_utils
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
 from kvtier.chains import Prompt
 from kvtier.engine import Layout, PageGroup, PlaneLayout
-from kvtier.engine.outage import Outage
+from kvtier.engine.client import EngineClient
 from kvtier.errors import DaemonUnavailable, InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
 from kvtier.sync import Client, SyncCache
@@ -113,30 +114,21 @@ class PrefixStore:
         self._save_from = 0.0
         self._budgets: Final = budgets
         self._spec: Final = (layout := self._layout(model)).spec
-        self._client = client
-        self._own_client: Client | None = None
         self.name: Final = layout.cache()
         self.cache: SyncCache | None = None
         """None until the daemon has opened it."""
-        self._outage: Final = Outage(log, self.name)
-        weakref.finalize(self, self._outage.close)
-        self._outage.open(self._open)
+        given = client if isinstance(client, Client) else partial(Client, client)
+        self._connection: Final = EngineClient(log, self.name, given)
+        weakref.finalize(self, self._connection.closed.set)
+        self._connection.open(self._open)
 
     def close(self) -> None:
         """Ends the attempts to open the cache, and the store's own client."""
-        self._outage.close()
-        if self._own_client is not None:
-            self._own_client.close()
+        self._connection.close()
 
-    def _open(self) -> None:
-        client = self._client
-        if client is None or isinstance(client, str | os.PathLike):
-            client = self._client = self._own_client = Client(client)
-            if self._outage.closed.is_set():
-                client.close()
+    def _open(self, client: Client) -> None:
         options = CacheOptions(write_policy=WritePolicy.THROUGH)
         self.cache = client.open_cache(self.name, self._spec, budgets=self._budgets, options=options)
-        self._outage.watch(lambda: client.connected or client.closed)
 
     def load_prefix(self, ids: Ids, scope: Scope = PLAIN) -> tuple[transformers.DynamicCache, int]:
         """Loads the longest stored prefix of a prompt without its last token. Returns it and its number of tokens.
@@ -157,7 +149,7 @@ class PrefixStore:
             pages = self._pages(tensors, 0, found)
             known = len(cache.get(keys[: found * KEY_BYTES], pages, timeout=self._timeout)) * self._tokens
         except DaemonUnavailable as error:
-            self._outage.begin(error)
+            self._connection.begin(error)
             return past, 0
         except KvtierError as error:
             log.warning("no prefix is loaded: %s", error)
@@ -186,10 +178,10 @@ class PrefixStore:
         try:
             first_absent = cache.probe(prompt.keys, timeout=self._timeout).find(0)
             stored = count if first_absent < 0 else first_absent
-            if stored < count and not self._outage.lasts and time.monotonic() >= self._save_from:
+            if stored < count and not self._connection.is_out and time.monotonic() >= self._save_from:
                 stored += self._put(cache, prompt, tensors, stored, count)
         except DaemonUnavailable as error:
-            self._outage.begin(error)
+            self._connection.begin(error)
         except KvtierError as error:
             log.warning("no prefix is saved for %d s: %s", _PAUSE_S, error)
             self._save_from = time.monotonic() + _PAUSE_S

@@ -47,9 +47,9 @@ class KeyChain:
             return self.span(blocks[0], blocks[-1] + 1)
         return np.frombuffer(self._keys, KEY_DTYPE)[blocks].tobytes() if blocks else b""
 
-    def parents(self, blocks: Sequence[int]) -> bytes:
-        """Returns the keys of these blocks' parents, packed; zeros for the first block's parent."""
-        return np.frombuffer(ROOT_PARENT + self._keys, KEY_DTYPE)[blocks].tobytes() if blocks else b""
+    def parent(self, block: int) -> bytes:
+        """Returns the key of the block's parent; zeros for the first block's parent."""
+        return self.key(block - 1) if block else ROOT_PARENT
 
 
 class TokenChain(KeyChain):

@@ -10,38 +10,36 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
-from typing import Any, Final, TypeAlias
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
-from kvtier.client import AsyncClient, connect
+from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
+from kvtier.engine.client import EngineClient
 from kvtier.engine.layout import Layout
 from kvtier.engine.log import opened
 from kvtier.engine.options import Complaints, EngineOptions
-from kvtier.engine.outage import Outage, can_pass
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
-from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError
+from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.lease import STAYS_BLANK, WriteLease
 from kvtier.mirror.follower import follow
-from kvtier.sync.loop import LoopThread
+from kvtier.sync import Client
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
 from kvtier.verbs import Hint
-from kvtier.wire import MAX_KEYS, split_keys
+from kvtier.wire import MAX_KEYS
 
-START_S: Final = 5.0
-"""Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
 _LEAST_PIN_S: Final = 0.01
@@ -58,64 +56,31 @@ _OUTCOMES: Final = {
 _log = logging.getLogger("kvtier.engine")
 
 
-@dataclass(slots=True, eq=False)
-class Reserved:
-    """A lease whose slots are taken one by one. ``free``: indices of slots not taken; ``open``: number of slots neither
-    committed nor given up."""
+class Slot(NamedTuple):
+    """A reserved slot: its place in a lease."""
 
     lease: WriteLease
     ticket: WriteTicket
-    free: deque[int]
-    open: int
-
-    @property
-    def lost(self) -> bool:
-        """Whether the session of the lease is over, and the lease with it."""
-        return self.lease.cache.session_number != self.lease.binding.session
+    place: int
 
 
-Slots: TypeAlias = list[tuple[Reserved, list[int]]]
+def placed(slots: Iterable[Slot], pages: Iterable[int]) -> tuple[Placed, ...]:
+    """Returns slots with their pages for the workers, one value per lease."""
+    of_leases = groupby(zip(slots, pages, strict=True), key=lambda pair: pair[0].ticket)
+    found = ((ticket, [*some]) for ticket, some in of_leases)
+    return tuple(
+        Placed(ticket, tuple([ticket.slots[slot.place] for slot, _ in some]), tuple([page for _, page in some]))
+        for ticket, some in found
+    )
 
 
-@dataclass(slots=True)
-class Taken:
-    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none. ``tokens``:
-    token ids of 4 bytes, or none."""
+class NewBlock(NamedTuple):
+    """A block to be stored; a parent of zeros means none. ``tokens``: token ids of 4 bytes, or none."""
 
-    group: int
-    keys: bytes
-    parents: bytes
-    at: Slots
-    tokens: bytes = b""
-
-    def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
-        """Returns the slots with their pages for the workers, one value per lease."""
-        rest = iter(pages)
-        return tuple(
-            Placed(
-                reserved.ticket,
-                tuple([reserved.lease.slots[index] for index in indices]),
-                tuple(islice(rest, len(indices))),
-            )
-            for reserved, indices in self.at
-        )
-
-    def without(self, lost: Collection[int]) -> tuple[Taken, Slots]:
-        """Returns the blocks but for the ``lost`` ones, given by their places, and the slots of the lost ones."""
-        kept: Slots = []
-        free: Slots = []
-        places = count()
-        for reserved, indices in self.at:
-            place_of = dict(zip(indices, places, strict=False))
-            kept.append((reserved, [index for index in indices if place_of[index] not in lost]))
-            free.append((reserved, [index for index in indices if place_of[index] in lost]))
-        stay = [place for place in range(len(self.keys) // KEY_BYTES) if place not in lost]
-        width = len(self.tokens) * KEY_BYTES // len(self.keys)
-        keys, parents, tokens = (
-            b"".join(packed[place * each : (place + 1) * each] for place in stay)
-            for packed, each in ((self.keys, KEY_BYTES), (self.parents, KEY_BYTES), (self.tokens, width))
-        )
-        return Taken(self.group, keys, parents, [each for each in kept if each[1]], tokens), free
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    slot: Slot
 
 
 @dataclass(slots=True, frozen=True)
@@ -133,10 +98,10 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write and the commit makes blocks. ``incomplete``: some are not stored.
+    """A save: by group, the blocks that the workers write and the commit stores. ``incomplete``: some are not stored.
     ``hints``: told after the commit."""
 
-    taken: tuple[Taken, ...]
+    blocks: dict[int, list[NewBlock]]
     incomplete: bool = False
     hints: Sequence[Hint] = ()
     done: threading.Event = field(default_factory=threading.Event)
@@ -157,39 +122,36 @@ class Leader:
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
         self.name: Final = layout.cache(options.cache)
-        self._outage: Final = Outage(_log, self.name)
+        self._connection: Final = EngineClient(_log, self.name, partial(Client, options.address, timeout=CALL_S))
         self._reset: Final = PendingReset(self.name, options.address)
         self._groups: Final = range(len(layout.groups))
         self._full: Final = [group for group in self._groups if not layout.groups[group].window] or [0]
         self._cache: Cache | None = None
-        self._client: AsyncClient | None = None
-        self._fault: KvtierError | None = None
         self._late: Future[AcrossLease] | None = None
         """The last hold that was not granted in time."""
-        self._tried: Final = threading.Event()
-        """Set after the first attempt to open the cache."""
-        self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
+        self._leases: Final[list[list[WriteLease]]] = [[] for _ in self._groups]
+        """By group, the leases that the leader still holds."""
+        self._free: Final[list[deque[Slot]]] = [deque() for _ in self._groups]
+        """By group, the slots that no save has taken, and slots of leases that have ended."""
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
         self._watcher: Final = watcher if options.events else None
         self._watching: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event
-        self._thread: Final = LoopThread("kvtier-leader")
-        self._serving: Final = self._thread.submit(self._serve)
-        self._tried.wait(START_S)
-        if self._cache is None:
-            fault = self._fault or CallerError(f"the daemon has not opened it within {START_S:g} s", reason="NOT_OPEN")
+        self._wake: Final = asyncio.Event()
+        self._serving: Future[None] | None = None
+        try:
+            self._connection.open(self._open, fail=options.on_error == "fail")
+        except KvtierError as error:
             if options.on_error == "fail":
-                self.close()
-                raise fault
-            self._outage.begin(fault)
+                raise
+            self._connection.begin(error)
 
     # -- the scheduler's thread ------------------------------------------------------------------------------------
 
     @property
     def answers(self) -> bool:
         """Whether the cache is open and the daemon answered the last call."""
-        return self._cache is not None and self._client is not None and self._client.connected
+        return self._cache is not None and self._connection.connected
 
     def prefix_length(self, keys: bytes, *, counts: bool = False, stateless: bool = False) -> int:
         """Looks up the longest prefix of a chain that all groups can serve, in mapped memory. While the daemon does not
@@ -226,29 +188,25 @@ class Leader:
         host = int(np.count_nonzero(residency & (Tier.DEVICE.bit | Tier.HOST.bit)))
         return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
 
-    def take(self, group: int, count: int) -> tuple[Slots, int]:
-        """Takes up to ``count`` reserved slots of a group. Returns the slots and their number."""
-        taken: Slots = []
-        left = count
-        for reserved in self._live(group):
-            some = [reserved.free.popleft() for _ in range(min(left, len(reserved.free)))]
-            if some:
-                taken.append((reserved, some))
-                left -= len(some)
-        if left:
+    def take(self, group: int, count: int) -> list[Slot]:
+        """Takes up to ``count`` reserved slots of a group."""
+        taken: list[Slot] = []
+        with suppress(IndexError):
+            while len(taken) < count:
+                slot = self._free[group].popleft()
+                if self._is_held(slot.lease):
+                    taken.append(slot)
+        if len(taken) < count:
             self._target[group] = min(2 * max(self._target[group], count), _MOST_AHEAD)
         self._look()
-        return taken, count - left
+        return taken
 
-    def give_back(self, taken: Slots, keep: int = 0) -> Slots:
-        """Gives back unused slots, all but the first ``keep``. Returns the slots kept."""
-        kept: Slots = []
-        for reserved, indices in taken:
-            reserved.free.extendleft(reversed(indices[keep:]))
-            if indices[:keep]:
-                kept.append((reserved, indices[:keep]))
-            keep = max(0, keep - len(indices))
-        return kept
+    def give_back(self, group: int, slots: Sequence[Slot]) -> None:
+        self._free[group].extendleft(reversed(slots))
+
+    def free_slots(self, group: int) -> int:
+        """Returns the number of slots that :meth:`take` could take."""
+        return sum(self._is_held(slot.lease) for slot in list(self._free[group]))
 
     def commit(self, writing: Writing) -> None:
         """Queues the commit of a save that all ranks have written. ``writing.done`` is set when the commit is over."""
@@ -257,20 +215,20 @@ class Leader:
 
     def leave_out(self, writing: Writing, lost: Mapping[int, Collection[int]]) -> None:
         """Leaves blocks out of a save before its commit. Their slots serve other blocks. ``lost``: by group, places."""
-        kept = []
-        for taken in writing.taken:
-            rest, free = taken.without(lost.get(taken.group, ()))
-            kept += [rest] * bool(rest.at)
-            self.give_back(free)
-        writing.taken, writing.incomplete = tuple(kept), True
+        for group, places in lost.items():
+            blocks = writing.blocks.pop(group)
+            self.give_back(group, [block.slot for place, block in enumerate(blocks) if place in places])
+            if kept := [block for place, block in enumerate(blocks) if place not in places]:
+                writing.blocks[group] = kept
+        writing.incomplete = True
 
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
         self._not_saved("the pages were taken away, or could not be copied", writing)
         self.doubt()
-        for taken in writing.taken:
-            self.give_back(taken.at)
-        writing.taken = ()
+        for group, blocks in writing.blocks.items():
+            self.give_back(group, [block.slot for block in blocks])
+        writing.blocks = {}
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
@@ -304,15 +262,15 @@ class Leader:
         return self._acquiring(keys, recompute_seconds_per_block=price, timeout=wait)
 
     def _acquiring(self, keys: bytes, **wanted: Any) -> Future[AcrossLease] | None:
-        cache = self._cache
-        if cache is None or not self.answers:
+        cache, client = self._cache, self._connection.client
+        if cache is None or client is None or not self.answers:
             return None
 
         async def acquire() -> AcrossLease:
             return await cache.across.acquire(keys, Tier.HOST, **wanted)
 
         with suppress(KvtierError):  # closed
-            return self._thread.submit(acquire)
+            return client.submit(acquire)
         return None
 
     def note_why_not_fetched(self, keys: bytes, blocks: int) -> None:
@@ -352,29 +310,20 @@ class Leader:
 
     def doubt(self) -> None:
         """Asks after a failed copy whether the daemon answers. While it does not, only blocks in memory are offered."""
-        client = self._client
-        if client is not None:
-            self._soon(lambda: client.stats(timeout=_DOUBT_S), "the daemon did not answer after a copy had failed")
+        if (client := self._connection.client) is not None:
+            stats = partial(client.inner.stats, timeout=_DOUBT_S)
+            self._soon(stats, "the daemon did not answer after a copy had failed")
 
     def close(self) -> None:
         """Ends the session, which gives all slots back to the daemon."""
-
-        async def farewell() -> None:
+        if self._serving is not None:
             self._serving.cancel()
-            if self._client is not None:
-                await self._client.close()
-
-        self._outage.close()
-        self._thread.stop(farewell)
+        self._connection.close()
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
 
-    def _live(self, group: int) -> list[Reserved]:
-        for reserved in list(self._reserved[group]):
-            if reserved.lost:
-                with suppress(ValueError):  # the other thread has removed it
-                    self._reserved[group].remove(reserved)
-        return list(self._reserved[group])
+    def _is_held(self, lease: WriteLease) -> bool:
+        return not lease.released and lease.binding.session == lease.cache.session_number
 
     def _soon(self, work: Callable[[], Coroutine[Any, Any, object]], fault: str) -> None:
         """Runs ``work`` on the leader's own thread, without waiting for it."""
@@ -385,36 +334,23 @@ class Leader:
             except KvtierError as error:
                 self.complaints.add(fault, error)
 
-        with suppress(KvtierError):  # closed: the daemon has everything back
-            self._thread.submit(run)
+        if (client := self._connection.client) is not None:
+            with suppress(KvtierError):  # closed: the daemon has everything back
+                client.submit(run)
 
     def _look(self) -> None:
-        with suppress(KvtierError):  # closed
-            self._thread.call_soon(self._wake.set)
+        if (client := self._connection.client) is not None:
+            with suppress(KvtierError):  # closed
+                client.thread.call_soon(self._wake.set)
 
-    async def _serve(self) -> None:
-        self._wake = asyncio.Event()
-        try:
-            cache = await self._open()
-            await self._refill(cache)
-            self._cache = cache
-            self._soon(self._carry_out_reset, "the cache could not be reset")
-        except KvtierError as error:
-            self._fault = error
-            if self._tried.is_set():  # the engine's start has not seen this error
-                self._outage.begin(error)
-            return
-        finally:
-            self._tried.set()
-        assert self._client is not None
-        _log.info("%s", opened(cache.info, self._client.address, self.layout.weights))
-        self._outage.watch(lambda: self.answers)
+    async def _serve(self, cache: Cache, client: AsyncClient) -> None:
+        self._soon(self._carry_out_reset, "the cache could not be reset")
         if self._watcher is not None:
-            self._watching = asyncio.create_task(self._watch(self._client, self._watcher))
+            self._watching = asyncio.create_task(self._watch(client, self._watcher))
         while True:
             self._wake.clear()
             while self._written:
-                if self._client.connected:
+                if client.connected:
                     await self._commit(self._written.popleft())
                 else:  # the bytes stay in their slots
                     await asyncio.sleep(_DOUBT_S)
@@ -445,52 +381,46 @@ class Leader:
                     self.complaints.add("routers do not hear of the cache's blocks", error)
             await asyncio.sleep(backoff.next())
 
-    async def _open(self) -> Cache:
-        backoff = Backoff(0.1, 5.0)
+    def _open(self, client: Client) -> None:
         options = CacheOptions(write_policy=self.options.policy)
-        while True:
-            try:
-                if self._client is None:
-                    self._client = await connect(self.options.address, timeout=CALL_S)
-                cache = await self._client.open_cache(
-                    self.name, self.layout.spec, budgets=self.options.budgets, options=options
-                )
-                if self._reset.due and not await self._reset.carry_out(cache):
-                    raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
-            except (KvtierError, OSError) as error:  # OSError: memory or descriptors for the mapping are short
-                if not can_pass(error):
-                    raise
-                self._fault = error if isinstance(error, KvtierError) else RetryableError(str(error))
-                self._tried.set()
-                await asyncio.sleep(backoff.next())
-                continue
-            if not cache.mapped or Tier.HOST in cache.unmapped or Tier.HOST not in cache.tiers:
-                limit = "a daemon on this host with a host tier: an engine's pages are copied through its memory"
-                raise InvalidArgument("kvtier setting address", self._client.address, limit)
-            return cache
+        name, spec = self.name, self.layout.spec
+        cache = client.open_cache(name, spec, budgets=self.options.budgets, options=options).inner
+        if self._reset.due and not client.thread.run(lambda: self._reset.carry_out(cache)):
+            raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
+        if not cache.mapped or Tier.HOST in cache.unmapped or Tier.HOST not in cache.tiers:
+            limit = "a daemon on this host with a host tier: an engine's pages are copied through its memory"
+            raise InvalidArgument("kvtier setting address", client.address, limit)
+        client.thread.run(lambda: self._refill(cache))
+        self._cache = cache
+        _log.info("%s", opened(cache.info, client.address, self.layout.weights))
+        self._serving = client.submit(lambda: self._serve(cache, client.inner))
 
     async def _refill(self, cache: Cache) -> None:
         for group in self._groups:
             of_group = cache.in_group(group)
             most = max(1, of_group.slots(Tier.HOST) // _MOST_OF_TIER)
             target = min(self._target[group], most)
-            live = self._live(group)
-            free = sum(len(reserved.free) for reserved in live)
-            wanted = min(target - free, most - sum(reserved.open for reserved in live))
-            if 2 * free > target or wanted <= 0:
+            leases = self._leases[group] = [lease for lease in self._leases[group] if self._is_held(lease)]
+            free = self.free_slots(group)
+            if 2 * free > target:
+                continue
+            wanted = min(target - free, most - sum(len(lease.blank) for lease in leases))
+            if wanted <= 0:
                 continue
             try:
                 lease = await of_group.reserve(wanted, Tier.HOST, timeout=CALL_S)
             except KvtierError as error:
                 self.complaints.add("no slots could be reserved", error)
                 continue
-            self._reserved[group].append(Reserved(lease, lease.ticket(), deque(range(len(lease))), len(lease)))
+            leases.append(lease)
+            ticket = lease.ticket()
+            self._free[group].extend(Slot(lease, ticket, place) for place in range(len(lease)))
 
     async def _commit(self, writing: Writing) -> None:
         try:
             # Full-attention groups come last: a prefix is found when every group has it.
-            for taken in sorted(writing.taken, key=lambda each: not self.layout.groups[each.group].window):
-                await self._commit_group(writing, taken)
+            for group in sorted(writing.blocks, key=lambda group: not self.layout.groups[group].window):
+                await self._commit_group(writing, group)
             if writing.hints and self._cache is not None:
                 results = await self._cache.hint(*writing.hints, timeout=CALL_S)
                 for result in results:
@@ -498,44 +428,37 @@ class Leader:
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
             self._not_saved("the commit failed", writing)
-            for taken in writing.taken:  # their slots may or may not hold blocks
-                for reserved, _ in taken.at:
-                    await self._end(taken.group, reserved)
+            for lease in {block.slot.lease for blocks in writing.blocks.values() for block in blocks}:
+                await self._end(lease)  # its slots may or may not hold blocks
         finally:
             writing.done.set()
 
-    async def _commit_group(self, writing: Writing, taken: Taken) -> None:
-        keys, parents, start = taken.keys, split_keys(taken.parents), 0
-        width = len(taken.tokens) // len(parents)
-        for reserved, indices in taken.at:
-            stop = start + len(indices)
-            results = await reserved.lease.commit(
-                keys[start * KEY_BYTES : stop * KEY_BYTES],
-                parents=parents[start:stop],
-                prompt=_Tokens(taken.tokens[start * width : stop * width]) if width else None,
-                at=indices,
+    async def _commit_group(self, writing: Writing, group: int) -> None:
+        for lease, blocks in groupby(writing.blocks[group], key=lambda block: block.slot.lease):
+            some = list(blocks)
+            tokens = b"".join(block.tokens for block in some)
+            results = await lease.commit(
+                [block.key for block in some],
+                parents=[block.parent for block in some],
+                prompt=_Tokens(tokens) if tokens else None,
+                at=[block.slot.place for block in some],
                 hold=False,
                 timeout=CALL_S,
             )
-            for index, result in zip(indices, results, strict=True):
+            for block, result in zip(some, results, strict=True):
                 self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
                 if result in STAYS_BLANK:
                     writing.incomplete = True
-                    reserved.free.append(index)
-                else:
-                    reserved.open -= 1
-            if not reserved.open:
-                await self._end(taken.group, reserved)
-            start = stop
+                    self._free[group].append(block.slot)
+            if not lease.blank:
+                await self._end(lease)
 
     def _not_saved(self, why: str, writing: Writing) -> None:
         writing.incomplete = True
-        self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
+        self.complaints.note(f"not saved: {why}", sum(map(len, writing.blocks.values())))
 
-    async def _end(self, group: int, reserved: Reserved) -> None:
-        with suppress(ValueError):
-            self._reserved[group].remove(reserved)
+    async def _end(self, lease: WriteLease) -> None:
         try:
-            await reserved.lease.cache.release(reserved.lease)
+            await lease.cache.release(lease)
         except KvtierError as error:
             self.complaints.add("slots could not be given back", error)

@@ -12,14 +12,13 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain as chained
 from itertools import count
 from typing import Final, Self
 
 from kvtier.engine.hints import RequestHints
 from kvtier.engine.keys import KeyChain
 from kvtier.engine.layout import Layout
-from kvtier.engine.leader import Leader, Taken, Writing
+from kvtier.engine.leader import Leader, NewBlock, Slot, Writing, placed
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
 from kvtier.engine.states import KeptStates
@@ -395,7 +394,7 @@ class Planner:
     def _remove(self, req_id: str) -> None:
         request = self._requests.pop(req_id)
         if request.hints is not None and (told := request.hints.told(request.chain.span(0, MAX_KEYS))):
-            self.leader.commit(Writing((), hints=told))
+            self.leader.commit(Writing({}, hints=told))
         self._scheduled.pop(req_id, None)
 
     def _why_not(self, blocks: int) -> str | None:
@@ -442,7 +441,7 @@ class Planner:
             return
         first = new.start
         end = min(new.stop, first + MAX_KEYS, *(len(table) for table in request.tables.values()))
-        taken, places, end = self._place(request, first, end)
+        blocks, places, end = self._place(request, first, end)
         if end <= first:
             self._note("a save waits: no slot is reserved")
             request.tables = dict(request.tables)
@@ -451,7 +450,7 @@ class Planner:
         self._saves.append(Save(number, req_id, places, end - first))
         pages = {group: tuple(page for each in of_group for page in each.pages) for group, of_group in places.items()}
         ticket = self._tickets[number] = _Ticket(request, req_id, set(self._ranks), pages, first, end - first)
-        ticket.keys, ticket.writing = split_keys(request.chain.span(first, end)), Writing(taken)
+        ticket.keys, ticket.writing = split_keys(request.chain.span(first, end)), Writing(blocks)
         self._being_saved.update(ticket.keys)
         request.saving.add(number)
         request.saved = end
@@ -460,7 +459,7 @@ class Planner:
 
     def _place(
         self, request: _PlannedRequest, first: int, end: int
-    ) -> tuple[tuple[Taken, ...], dict[int, tuple[Placed, ...]], int]:
+    ) -> tuple[dict[int, list[NewBlock]], dict[int, tuple[Placed, ...]], int]:
         """Takes slots for blocks [first, end), or for fewer if a group has too few. Returns the new end last."""
         wanted = {}
         for group, table in request.tables.items():
@@ -468,25 +467,24 @@ class Planner:
             wanted[group] = [at for at in range(first, end) if table[at] != NO_PAGE and not stored[at - first]]
         slots = {}
         for group, blocks in wanted.items():
-            slots[group], count = self.leader.take(group, len(blocks))
-            end = min(end, blocks[count]) if count < len(blocks) else end
-        taken: list[Taken] = []
+            slots[group] = self.leader.take(group, len(blocks))
+            end = min([end, *blocks[len(slots[group]) :]])
+        written: dict[int, list[NewBlock]] = {}
         places: dict[int, tuple[Placed, ...]] = {}
         for group, blocks in wanted.items():
             kept = [block for block in blocks if block < end]
-            at = self.leader.give_back(slots[group], keep=len(kept))
+            at = slots[group][: len(kept)]
+            self.leader.give_back(group, slots[group][len(kept) :])
             if kept:
-                tokens = self._tokens_of(request.chain, kept) if self.leader.keeps_tokens else b""
-                taken.append(Taken(group, request.chain.pick(kept), request.chain.parents(kept), at, tokens))
-                places[group] = taken[-1].placed([request.tables[group][block] for block in kept])
-        return tuple(taken), places, end
+                written[group] = [self._new_block(request.chain, *each) for each in zip(kept, at, strict=True)]
+                places[group] = placed(at, [request.tables[group][block] for block in kept])
+        return written, places, end
 
-    def _tokens_of(self, chain: KeyChain, blocks: Iterable[int]) -> bytes:
-        """Returns the token ids of blocks, packed; nothing if the engine does not tell them."""
-        of, step = chain.token_ids, self._tokens
-        if of is None:
-            return b""
-        return array("I", chained.from_iterable(of(at * step, (at + 1) * step) for at in blocks)).tobytes()
+    def _new_block(self, chain: KeyChain, block: int, slot: Slot) -> NewBlock:
+        """Returns the block with its token ids, if routers may have them and the engine tells them."""
+        told = chain.token_ids if self.leader.keeps_tokens else None
+        tokens = () if told is None else told(block * self._tokens, (block + 1) * self._tokens)
+        return NewBlock(chain.key(block), chain.parent(block), array("I", tokens).tobytes(), slot)
 
     def _loaded(self, ticket: _Ticket) -> None:
         self._unpin(ticket.request)
@@ -539,7 +537,7 @@ class Planner:
     def _follow(self, ticket: _Ticket, writing: Writing) -> None:
         """Forgets the states that a chain no longer needs, now that later ones are stored."""
         request, groups = ticket.request, self.layout.states
-        stored = {key for taken in writing.taken if taken.group in groups for key in split_keys(taken.keys)}
+        stored = {block.key for group in groups for block in writing.blocks.get(group, ())}
         for blocks, key in [each for each in enumerate(ticket.keys, ticket.first + 1) if each[1] in stored]:
             own = key == request.state  # the engine had this state itself, and kvtier did not
             before = None if own else request.state
@@ -571,8 +569,8 @@ class Planner:
         for ticket in [self._tickets.pop(number) for number in unsent]:
             assert ticket.writing is not None
             self._being_saved.difference_update(ticket.keys)
-            for taken in ticket.writing.taken:
-                self.leader.give_back(taken.at)
+            for group, blocks in ticket.writing.blocks.items():
+                self.leader.give_back(group, [block.slot for block in blocks])
 
     def _unpin(self, request: _PlannedRequest) -> None:
         held, request.pinned = request.pinned, None

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from kvtier.abi.attach import default_address
 from kvtier.cache import Cache
-from kvtier.sync import SyncCache
-from kvtier.wire import ResetReport
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -56,20 +54,7 @@ class PendingReset:
         """Resets the cache, and ends the resets begun before the call if no block is held. Returns whether they ended;
         raises the errors of :meth:`kvtier.Cache.reset`."""
         begun = self._begun
-        return self._end(begun, await cache.reset(force=True, repeats=self._repeats))
-
-    def carry_out_now(self, cache: SyncCache) -> bool:
-        """Like :meth:`carry_out`, for a synchronous client."""
-        begun = self._begun
-        return self._end(begun, cache.reset(force=True, repeats=self._repeats))
-
-    @property
-    def _repeats(self) -> int:
-        """Generation of the reset that is asked for again; 0 = a new reset."""
-        begun, generation = self._answered
-        return generation if begun == self._begun else 0
-
-    def _end(self, begun: int, report: ResetReport) -> bool:
+        report = await cache.reset(force=True, repeats=self._repeats)
         self._answered = begun, report.generation
         if report.kept:
             return False
@@ -80,3 +65,9 @@ class PendingReset:
             except OSError as error:
                 _log.warning("kvtier: the next engine resets the cache once more: %s", error)
         return True
+
+    @property
+    def _repeats(self) -> int:
+        """Generation of the reset that is asked for again; 0 = a new reset."""
+        begun, generation = self._answered
+        return generation if begun == self._begun else 0

@@ -13,4 +13,6 @@ def test_pick(blocks):
     of_engine = KeyChain()
     of_engine.extend(KEYS)
     assert of_engine.pick(blocks) == b"".join(KEYS[block] for block in blocks)
-    assert of_engine.parents(blocks) == b"".join(KEYS[block - 1] if block else bytes(32) for block in blocks)
+    assert [of_engine.parent(block) for block in blocks] == [
+        KEYS[block - 1] if block else bytes(32) for block in blocks
+    ]

@@ -38,7 +38,7 @@ class DeviceMemory:
         why_not = _why_not_shared(driver)
         if why_not is None:
             try:
-                return cls._shared(driver, nbytes)
+                return cls._mapping(driver, driver.create(_rounded(driver, nbytes)), nbytes, driver.export_fd)
             except (CudaOutOfMemory, CudaLost):
                 raise
             except CudaError as error:
@@ -51,17 +51,6 @@ class DeviceMemory:
             return cls(driver, address, nbytes, undo.pop_all(), fd=None, why_not=why_not)
 
     @classmethod
-    def _shared(cls, driver: Driver, nbytes: int) -> DeviceMemory:
-        with ExitStack() as undo, ExitStack() as until_mapped:
-            handle = driver.create(_rounded(driver, nbytes))
-            until_mapped.callback(driver.release, handle)
-            fd = driver.export_fd(handle)
-            undo.callback(os.close, fd)
-            address = _mapped(driver, handle, nbytes, undo)
-            until_mapped.close()
-            return cls(driver, address, nbytes, undo.pop_all(), fd=fd, why_not=None)
-
-    @classmethod
     def from_fd(cls, driver: Driver, fd: int, nbytes: int, *, keep: bool = False) -> DeviceMemory:
         """Maps the memory of ``nbytes`` behind a descriptor, which stays the caller's. With ``keep`` this object has a
         copy of the descriptor, to hand on.
@@ -69,17 +58,26 @@ class DeviceMemory:
         ``driver`` must be open on the memory's device. Raises ``CudaError``, and then keeps nothing.
         """
         _checked(nbytes)
+        return cls._mapping(driver, driver.import_fd(fd), nbytes, (lambda _: os.dup(fd)) if keep else None)
+
+    @classmethod
+    def _mapping(
+        cls, driver: Driver, handle: Handle, nbytes: int, shared: Callable[[Handle], int] | None
+    ) -> DeviceMemory:
+        """Maps the memory of a handle, and releases the handle. ``shared``: makes a descriptor to hand on."""
         with ExitStack() as undo, ExitStack() as until_mapped:
-            handle = driver.import_fd(fd)
             until_mapped.callback(driver.release, handle)
-            address = _mapped(driver, handle, nbytes, undo)
+            fd, size = None if shared is None else shared(handle), _rounded(driver, nbytes)
+            if fd is not None:
+                undo.callback(os.close, fd)
+            address = driver.reserve(size)
+            undo.callback(driver.unreserve, address, size)
+            driver.map(address, size, handle)
+            undo.callback(driver.unmap, address, size)
+            driver.allow(address, size)
             until_mapped.close()
-            kept = None
-            if keep:
-                kept = os.dup(fd)
-                undo.callback(os.close, kept)
-            why_not = None if keep else "the memory belongs to another process"
-            return cls(driver, address, nbytes, undo.pop_all(), fd=kept, why_not=why_not)
+            why_not = "the memory belongs to another process" if fd is None else None
+            return cls(driver, address, nbytes, undo.pop_all(), fd=fd, why_not=why_not)
 
     def close(self) -> None:
         """Gives the memory back. No copy of it may be under way, and no view of it may be used afterwards. A second
@@ -100,16 +98,6 @@ def _why_not_shared(driver: Driver) -> str | None:
     if not driver.features.posix_fd:
         return f"{driver.name} cannot export memory as a file descriptor"
     return None
-
-
-def _mapped(driver: Driver, handle: Handle, nbytes: int, undo: ExitStack) -> Address:
-    size = _rounded(driver, nbytes)
-    address = driver.reserve(size)
-    undo.callback(driver.unreserve, address, size)
-    driver.map(address, size, handle)
-    undo.callback(driver.unmap, address, size)
-    driver.allow(address, size)
-    return address
 
 
 def _rounded(driver: Driver, nbytes: int) -> int:

@@ -253,14 +253,9 @@ class AdminService:
 
     def _explained_caches(self, session: ClientSession, name: str) -> Sequence[ServedCache]:
         """The named cache, else all that the caller may see. A name raises PERMISSION_DENIED or NOT_FOUND."""
-        if not name:
-            return [cache for cache in self._catalog if self._may_see(session, cache.name)]
-        if not self._may_see(session, validation.cache_name(name, "cache")):
+        if name and not self._may_see(session, validation.cache_name(name, "cache")):
             raise denied(Right.READ, name, session.peer.identity)
-        cache = self._catalog.named(name)
-        if cache is None:
-            raise unknown("name", name)
-        return [cache]
+        return [cache for cache in self._wanted_caches(name) if self._may_see(session, cache.name)]
 
     def _may_see(self, session: ClientSession, cache: str) -> bool:
         return any(self._access.may(session, right, cache) for right in (Right.READ, Right.WATCH))

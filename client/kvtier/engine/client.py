@@ -1,0 +1,112 @@
+"""An engine's client of the daemon, with a log line when the engine runs without its cache and when it has it again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from kvtier.deadline import Backoff
+from kvtier.errors import ClientClosed, InvalidArgument, KvtierError
+from kvtier.sync import Client
+
+_LOOK_S: Final = 1.0
+OPEN_S: Final = 5.0
+"""Seconds that an attempt to open the cache may take, and most seconds until the next attempt."""
+
+
+def can_pass(error: Exception) -> bool:
+    """Whether the error can end while the engine runs. A wrong setting stays wrong until the engine starts again."""
+    return not isinstance(error, InvalidArgument | ClientClosed)
+
+
+class EngineClient:
+    """Connects to the daemon and opens an engine's cache, in the background if need be. For any thread."""
+
+    def __init__(self, log: logging.Logger, cache: str, client: Client | Callable[[], Client]) -> None:
+        """``client``: the caller's, who closes it, or a function that connects."""
+        self._log: Final = log
+        self._cache: Final = cache
+        self._given: Final = client
+        self._lock: Final = threading.Lock()
+        self.client: Client | None = None
+        """None before the daemon has answered, and after :meth:`close`."""
+        self.is_out = False
+        """Whether the engine runs without its cache."""
+        self.closed: Final = threading.Event()
+
+    @property
+    def connected(self) -> bool:
+        client = self.client
+        return client is not None and client.connected
+
+    def open(self, use: Callable[[Client], None], *, fail: bool = False) -> None:
+        """Connects and has ``use`` open the cache. After an error that can pass, a thread tries again. Raises other
+        errors, with ``fail`` any error. From then on, a daemon that does not answer is an outage."""
+        try:
+            self._attempt(use)
+        except (KvtierError, OSError) as error:  # OSError: memory or descriptors for the mapping are short
+            if fail or not can_pass(error):
+                raise
+            self.begin(error)
+            threading.Thread(target=self._open_later, args=[use], name="kvtier-open", daemon=True).start()
+
+    def begin(self, why: Exception | str) -> None:
+        """Logs the reason for an outage, unless the outage lasts already and can still pass."""
+        passes = isinstance(why, str) or can_pass(why)
+        with self._lock:
+            if self.closed.is_set() or (self.is_out and passes):
+                return
+            self.is_out = True
+        then = "kvtier tries again in the background" if passes else "kvtier does not try again"
+        self._log.warning("the engine runs without kvtier's cache %s: %s; %s", self._cache, why, then)
+
+    def close(self) -> None:
+        """Ends the attempts, and closes the client unless it is lent."""
+        with self._lock:
+            self.closed.set()
+            client, self.client = self.client, None
+        if client is not None:
+            self._close(client)
+
+    def _attempt(self, use: Callable[[Client], None]) -> None:
+        client = self._given if isinstance(self._given, Client) else self._given()
+        try:
+            with self._lock:
+                if self.closed.is_set():
+                    raise ClientClosed("the engine has ended", reason="CLOSED")
+                self.client = client
+            use(client)
+        except BaseException:
+            self.client = None
+            self._close(client)
+            raise
+        self._end()
+        threading.Thread(target=self._watch, args=[client], name="kvtier-outage", daemon=True).start()
+
+    def _close(self, client: Client) -> None:
+        if client is not self._given:
+            client.close()
+
+    def _open_later(self, use: Callable[[Client], None]) -> None:
+        backoff = Backoff(0.1, OPEN_S)
+        while not self.closed.wait(backoff.next()):
+            try:
+                return self._attempt(use)
+            except (KvtierError, OSError) as error:
+                if not can_pass(error):
+                    return self.begin(error)
+
+    def _end(self) -> None:
+        with self._lock:
+            lasted, self.is_out = self.is_out, False
+        if lasted:
+            self._log.warning("kvtier's cache %s is back", self._cache)
+
+    def _watch(self, client: Client) -> None:
+        while not self.closed.wait(_LOOK_S):
+            if client.connected or client.closed:
+                self._end()
+            else:
+                self.begin("the daemon does not answer, so nothing is stored")
