@@ -20,20 +20,25 @@ import importlib as _importlib
 from pathlib import Path as _Path
 from typing import Any as _Any
 
-_STUB = _ast.parse(_Path(__file__).with_suffix(".pyi").read_text())
-_MODULES = {
-    alias.name: str(node.module) for node in _STUB.body if isinstance(node, _ast.ImportFrom) for alias in node.names
-}
-__all__ = list(_MODULES)
+
+def _import_lazily(package: dict[str, _Any]) -> None:
+    """Gives a package, by its globals, the names of its stub, each imported at its first use."""
+    stub = _ast.parse(_Path(package["__file__"]).with_suffix(".pyi").read_text())
+    modules = {
+        alias.name: str(node.module) for node in stub.body if isinstance(node, _ast.ImportFrom) for alias in node.names
+    }
+
+    def __getattr__(name: str) -> _Any:
+        if name not in modules:
+            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+        value = getattr(_importlib.import_module(modules[name]), name)
+        package[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*modules, *(name for name in package if name.startswith("__"))})
+
+    package |= {"__all__": list(modules), "__getattr__": __getattr__, "__dir__": __dir__}
 
 
-def __getattr__(name: str) -> _Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+_import_lazily(globals())

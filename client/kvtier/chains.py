@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,15 +159,23 @@ _TRIES: Final = 3
 """Attempts at a match whose blocks leave meanwhile."""
 
 
+class Telling(Protocol):
+    """The prompt of the keys."""
+
+    def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]: ...
+    def parent_of(self, key: bytes) -> bytes | None: ...
+
+
 @dataclass(slots=True, frozen=True)
 class ChainPart:
-    """A chain, or some of its keys, to be stored. All fields but ``prompt`` have one item per key."""
+    """A chain, or some of its keys, to be stored. All fields but ``prompt`` have one item per key. ``blocks`` has none
+    if slots have the bytes."""
 
     chain: Sequence[bytes]
     blocks: Rows
     parents: Sequence[bytes]
     kept: BlockRetention
-    prompt: Prompt | None
+    prompt: Telling | None
 
     @classmethod
     def whole(
@@ -179,10 +187,7 @@ class ChainPart:
         before = len(chain) - len(blocks)
         if before:
             chain, parent, kept = chain[before:], chain[before - 1], kept.only(range(before, len(chain)))
-        if parent is None and prompt is not None and chain:
-            parent = prompt.parent_of(chain[0])
-        first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
-        return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
+        return cls(chain, blocks, parents_of(chain, parent, None, prompt), kept, prompt)
 
     def only(self, places: Sequence[int]) -> ChainPart:
         """The part of these ascending places."""
@@ -205,9 +210,24 @@ class ChainPart:
             priorities=self.kept.priorities,
             durations_ms=self.kept.durations_ms,
             conversation=self.kept.conversation,
-            **(self.prompt.told(keys, options) if self.prompt is not None else {}),
+            **(self.prompt.told(keys, options) if self.prompt is not None and keys else {}),
             **more,
         )
+
+
+def parents_of(
+    chain: Sequence[bytes], parent: bytes | None, parents: Sequence[bytes | None] | None, prompt: Telling | None
+) -> list[bytes]:
+    """The parents of a chain's keys: ``parents``, one per key; else the first key has ``parent``, or the prompt's, or
+    is a root. Raises :class:`kvtier.errors.InvalidArgument`."""
+    if prompt is not None and not hasattr(prompt, "told"):
+        raise InvalidArgument("prompt", repr(prompt), "made by Cache.prompt")
+    if parents is not None:
+        return split_keys(packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents"))
+    if parent is None and prompt is not None and chain:
+        parent = prompt.parent_of(chain[0])
+    first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
+    return [*first, *chain][: len(chain)]
 
 
 class Chains:

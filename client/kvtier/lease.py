@@ -19,15 +19,15 @@ from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, Binding, MappedArena
-from kvtier.chains import ChainPart
+from kvtier.chains import ChainPart, Telling, parents_of
 from kvtier.deadline import PASSED, Deadline, Fence, Stream
 from kvtier.memory.gpu import fence_over, passing
 from kvtier.memory.tiers import CpuMemory, Memory, View
-from kvtier.retention import BlockRetention, Retention, chain_message
+from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.transport import Link, send
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier_to_wire
+from kvtier.wire import Keys, granted, packed_keys, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     import torch
@@ -237,12 +237,13 @@ class WriteLease(Lease):
         Raises: :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
-        indices = self.blank if at is None else self._places(at)
-        slots = [self.slots[index] for index in indices]
-        request = commit_request(
-            self.binding.info, keys, slots, parent, parents, priorities, retention, prompt, release
-        )
-        request.let_go = not hold
+        indices, chain = self.blank if at is None else self._places(at), split_keys(packed_keys(keys))
+        if len(chain) > len(indices):
+            raise errors.InvalidArgument("keys", f"{len(chain)} keys", f"at most {len(indices)}, one a blank slot")
+        kept = block_retention(len(chain), self.cache.spec.tokens_per_block, priorities, retention)
+        part = ChainPart(chain, [], parents_of(chain, parent, parents, prompt), kept, prompt)
+        slots = [self.slots[index] for index in indices[: len(chain)]]
+        request = part.commit(self.binding.info.options, slots=slots, release=release, let_go=not hold)
         results = await self._book.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in STAYS_BLANK

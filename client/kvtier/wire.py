@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumType
 from functools import cache, partial
 from struct import Struct
-from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, NoReturn, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -18,7 +18,6 @@ from kvtier.abi.attention import Needed
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import KEY_BYTES
 from kvtier.errors import CallerError, DaemonError, InvalidArgument, require_kind, require_within
-from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
 MAX_KEYS: Final = 16_384
@@ -436,51 +435,3 @@ def _conversion(kind: Any) -> Callable[[Any], Any] | None:
     if get_origin(kind) is Mapping:
         return dict
     return kind if isinstance(kind, EnumType) else None
-
-
-class Telling(Protocol):
-    """The prompt of the keys."""
-
-    def told(self, keys: bytes, options: types.CacheOptions) -> dict[str, Any]: ...
-    def parent_of(self, key: bytes) -> bytes | None: ...
-
-
-def commit_request(
-    info: types.CacheInfo,
-    keys: Keys,
-    slots: Sequence[int],
-    parent: bytes | None,
-    parents: Sequence[bytes | None] | None,
-    priorities: int | Sequence[int] | None,
-    retention: Retention | BlockRetention | None,
-    prompt: Telling | None,
-    release: bool,
-) -> blocks_pb2.CommitRequest:
-    """A commit request for the first slots, without its lease and sequence number. Raises :class:`InvalidArgument`."""
-    packed = packed_keys(keys)
-    count = len(packed) // KEY_BYTES
-    if count > len(slots):
-        raise InvalidArgument("keys", f"{count} keys", f"at most {len(slots)}, one a blank slot")
-    if prompt is not None and not hasattr(prompt, "told"):
-        raise InvalidArgument("prompt", repr(prompt), "made by Cache.prompt")
-    kept = block_retention(count, info.spec.tokens_per_block, priorities, retention)
-    if parent is None and prompt is not None:
-        parent = prompt.parent_of(packed[:KEY_BYTES])
-    parents_of_all = _packed_parents(packed, parent, parents)
-    return blocks_pb2.CommitRequest(
-        slots=slots[:count],
-        keys=packed,
-        parents=parents_of_all,
-        priorities=kept.priorities,
-        durations_ms=kept.durations_ms,
-        conversation=kept.conversation,
-        release=release,
-        **(prompt.told(packed, info.options) if prompt is not None and count else {}),
-    )
-
-
-def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
-    """The parents, one per key: from the chain, or as given."""
-    if parents is not None:
-        return packed_keys([types.ROOT_PARENT if each is None else each for each in parents], "parents")
-    return (packed_keys([types.ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]

@@ -13,7 +13,7 @@ import click
 
 from kvtier.abi.words import KEY_BYTES
 from kvtier.cli.common import DaemonAt, address_option, cache_argument, confirmed
-from kvtier.cli.options import CommandGroup, TimeType, command, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, command, dry_run_option, output_option, seconds_of, yes_option
 from kvtier.cli.output import KEPT, show
 from kvtier.client import AsyncClient
 from kvtier.errors import InvalidArgument, NotFound
@@ -178,7 +178,7 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
 @address_option
 @cache_argument
 @click.argument("keys", nargs=-1, required=True, type=KeyType(), metavar="KEY...")
-@click.option("--for", "seconds", required=True, type=TimeType(), metavar="TIME", help="Such as 30s, 10m or 2h.")
+@click.option("--for", "seconds", required=True, type=seconds_of, metavar="TIME", help="Such as 30s, 10m or 2h.")
 @click.option("--tier", type=_TIERS, default="host", show_default=True, help="Where the blocks stay.")
 @GROUP_OPTION
 def pin(daemon: DaemonAt, cache: str, keys: Sequence[bytes], seconds: float, tier: str, group: int) -> None:

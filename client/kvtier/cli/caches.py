@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.cli.common import DaemonAt, address_option, cache_names, confirmed
-from kvtier.cli.options import CommandGroup, SizeType, command, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, command, dry_run_option, output_option, size_of, yes_option
 from kvtier.cli.output import KEPT, compact, nonzero, show, table
 from kvtier.client import AsyncClient
 from kvtier.types import TIERS, CacheInfo, GroupInfo, RemovalReport, Tier, size
@@ -38,10 +38,10 @@ def list_caches(daemon: DaemonAt, form: str) -> None:
 @cache.command("create")
 @address_option
 @click.argument("name")
-@click.option("--block-bytes", type=SizeType(), metavar="SIZE", default="64KiB", show_default=True, help="Of a block.")
-@click.option("--device-bytes", type=SizeType(), metavar="SIZE", help="Of the device tier.")
-@click.option("--host-bytes", type=SizeType(), metavar="SIZE", help="Of the host tier.")
-@click.option("--disk-bytes", type=SizeType(), metavar="SIZE", help="Of the disk tier.")
+@click.option("--block-bytes", type=size_of, metavar="SIZE", default="64KiB", show_default=True, help="Of a block.")
+@click.option("--device-bytes", type=size_of, metavar="SIZE", help="Of the device tier.")
+@click.option("--host-bytes", type=size_of, metavar="SIZE", help="Of the host tier.")
+@click.option("--disk-bytes", type=size_of, metavar="SIZE", help="Of the disk tier.")
 @output_option()
 def create_cache(daemon: DaemonAt, name: str, block_bytes: int, form: str, **sizes: int | None) -> None:
     """Create a cache of plain blocks, for `kvtier put` and `get`.
@@ -88,9 +88,9 @@ def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: b
 @cache.command("resize")
 @address_option
 @click.argument("name", shell_complete=cache_names)
-@click.option("--device", type=SizeType(), metavar="SIZE", help="Of the device tier.")
-@click.option("--host", type=SizeType(), metavar="SIZE", help="Of the host tier.")
-@click.option("--disk", type=SizeType(), metavar="SIZE", help="Of the disk tier.")
+@click.option("--device", type=size_of, metavar="SIZE", help="Of the device tier.")
+@click.option("--host", type=size_of, metavar="SIZE", help="Of the host tier.")
+@click.option("--disk", type=size_of, metavar="SIZE", help="Of the disk tier.")
 @output_option()
 def resize_cache(daemon: DaemonAt, name: str, form: str, **sizes: int | None) -> None:
     """Change the budgets of a cache, without a restart.

@@ -108,23 +108,15 @@ def ago_ns(text: str) -> int | None:
     return None if found is None else int(float(found[1]) * _NANOSECONDS[found[2]])
 
 
-class SizeType(click.ParamType[int]):
-    """A number of bytes, written like ``500GiB``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if (found := parsed_size(value)) is None:
-            self.fail(f"{value!r} is no size, such as 500GiB or 2TB", param, ctx)
-        return found
+def size_of(text: str) -> int:
+    """Converts ``500GiB`` to a number of bytes. A type of options."""
+    if (found := parsed_size(text)) is None:
+        raise click.BadParameter(f"{text!r} is no size, such as 500GiB or 2TB")
+    return found
 
 
-class TimeType(click.ParamType[float]):
-    """Seconds, written like ``7d``."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if not (nanoseconds := ago_ns(value)):
-            self.fail(f"{value!r} is no time above 0, such as 90m, 12h or 7d", param, ctx)
-        return nanoseconds / 1e9
+def seconds_of(text: str) -> float:
+    """Converts ``7d`` to seconds. A type of options."""
+    if not (nanoseconds := ago_ns(text)):
+        raise click.BadParameter(f"{text!r} is no time above 0, such as 90m, 12h or 7d")
+    return nanoseconds / 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import click
 import numpy as np
@@ -23,19 +23,15 @@ from kvtier.types import BlockResult
 _HEX: Final = re.compile(r"[0-9a-fA-F]{8,64}")
 
 
-class NameType(KeyType):
-    """A key or its beginning in hex, or any other text, whose SHA-256 is the key."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
-        if _HEX.fullmatch(value):
-            return super().convert(value, param, ctx)
-        return hashlib.sha256(value.encode()).digest()
+def named_key(text: str) -> bytes:
+    """Converts a key or its beginning in hex, or any other text, whose SHA-256 is the key."""
+    return KeyType().convert(text, None, None) if _HEX.fullmatch(text) else hashlib.sha256(text.encode()).digest()
 
 
 @command()
 @address_option
 @cache_argument
-@click.argument("key", type=NameType())
+@click.argument("key", type=named_key)
 @click.argument("file", type=click.File("rb"), default="-")
 @GROUP_OPTION
 @output_option()
@@ -69,7 +65,7 @@ def put(daemon: DaemonAt, cache: str, key: bytes, file: BinaryIO, group: int, fo
 @command()
 @address_option
 @cache_argument
-@click.argument("key", type=NameType())
+@click.argument("key", type=named_key)
 @GROUP_OPTION
 def get(daemon: DaemonAt, cache: str, key: bytes, group: int) -> None:
     """Write the bytes of a block to standard output.

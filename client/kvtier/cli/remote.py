@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvtier.cli.common import DaemonAt, address_option, confirmed
-from kvtier.cli.options import CommandGroup, SizeType, TimeType, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, dry_run_option, output_option, seconds_of, size_of, yes_option
 from kvtier.cli.output import show
 from kvtier.client import AsyncClient
 from kvtier.types import RemoteGcReport, size
@@ -23,10 +23,10 @@ def remote() -> None:
 @remote.command()
 @address_option
 @click.option("--cache", "caches", multiple=True, metavar="NAME", help="Only blocks of this cache. Repeatable.")
-@click.option("--older-than", type=TimeType(), metavar="AGE", help="Delete what was written longer ago, such as 7d.")
+@click.option("--older-than", type=seconds_of, metavar="AGE", help="Delete what was written longer ago, such as 7d.")
 @click.option(
     "--keep-bytes",
-    type=SizeType(),
+    type=size_of,
     metavar="SIZE",
     help="Of the rest, delete the least recently used beyond this size.",
 )

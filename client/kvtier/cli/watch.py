@@ -35,20 +35,16 @@ Moment = Cursor | int
 """A place in the event stream, or nanoseconds since the Unix epoch."""
 
 
-class MomentType(click.ParamType[Moment]):
-    """A :data:`Moment` in one of :data:`FORMS`."""
-
-    name = "moment"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
-        if cursor := _CURSOR.fullmatch(value):
-            found = Cursor(int(cursor[1] or 0), int(cursor[2]))
-            if max(found.epoch, found.id).bit_length() <= 64:
-                return found
-            self.fail(f"{value!r}: epochs and ids have 64 bits", param, ctx)
-        if (ago := ago_ns(value)) is not None:
-            return max(0, time.time_ns() - ago)
-        self.fail(f"{value!r} is none of {FORMS}", param, ctx)
+def moment_of(text: str) -> Moment:
+    """Converts one of :data:`FORMS`."""
+    if cursor := _CURSOR.fullmatch(text):
+        found = Cursor(int(cursor[1] or 0), int(cursor[2]))
+        if max(found.epoch, found.id).bit_length() <= 64:
+            return found
+        raise click.BadParameter(f"{text!r}: epochs and ids have 64 bits")
+    if (ago := ago_ns(text)) is not None:
+        return max(0, time.time_ns() - ago)
+    raise click.BadParameter(f"{text!r} is none of {FORMS}")
 
 
 def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[str]:
@@ -76,7 +72,7 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
     metavar="PREFIX",
     help="Only blocks whose keys begin so, in hex; events are cut down to them. Repeatable.",
 )
-@click.option("--since", type=MomentType(), metavar="MOMENT", help=f"Begin after this event, or then: {FORMS}.")
+@click.option("--since", type=moment_of, metavar="MOMENT", help=f"Begin after this event, or then: {FORMS}.")
 @click.option("--oldest", is_flag=True, help="Begin with the oldest event that the daemon still holds.")
 @click.option("--snapshot", is_flag=True, help="Begin with the blocks that are there now.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N events.")

@@ -16,6 +16,8 @@ from kvtier.mirror.follower import (
     MirrorState,
     MirrorView,
     Standing,
+    empty_indexes,
+    one_of,
     rank_mirrors,
 )
 from kvtier.session import DEFAULT_PATIENCE_S, Session
@@ -68,7 +70,7 @@ class Followed:
 
     def view(self, cache: str) -> MirrorView:
         """The view of a cache; empty for a cache that is not followed."""
-        return self._views[cache] if cache in self._views else MirrorView(MirrorContent((cache,)))
+        return self._views[cache] if cache in self._views else MirrorView(MirrorContent(empty_indexes([cache])))
 
     def start(self) -> None:
         """Begins to connect, without waiting. :meth:`choose` sets the caches to follow."""
@@ -177,9 +179,7 @@ class Mirrors:
 
     def rank(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> list[Standing]:
         """Each daemon's standing for the chain, the longest prefix first: see :func:`kvtier.rank_mirrors`."""
-        wanted = self._caches[0] if cache is None and len(self._caches) == 1 else cache
-        if wanted is None or wanted not in self._caches:
-            raise InvalidArgument("cache", cache, f"one of {', '.join(self._caches)}")
+        wanted = one_of(self._caches, cache)
         return rank_mirrors({name: one.view(wanted) for name, one in self._daemons.items()}, keys, wanted, tiers=tiers)
 
     @property

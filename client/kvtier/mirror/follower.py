@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Self
 
@@ -59,14 +59,26 @@ class MirrorState(StrEnum):
 
 @dataclass(slots=True)
 class MirrorContent:
-    """The contents of a mirror. ``watch``: the stream that keeps the index exact; None = there is none now."""
+    """The contents of a mirror, by cache. ``watch``: the stream that keeps them exact; None = there is none now."""
 
-    caches: tuple[str, ...]
-    index: MirrorIndex = field(default_factory=MirrorIndex)
+    indexes: dict[str, MirrorIndex]
     cursor: Cursor | None = None
     watch: Watch | None = None
     resyncs: int = 0
     problem: KvtierError | None = None
+
+
+def empty_indexes(caches: Iterable[str]) -> dict[str, MirrorIndex]:
+    return {cache: MirrorIndex() for cache in caches}
+
+
+def one_of(caches: Sequence[str], cache: str | None) -> str:
+    """The name of a followed cache, which may be omitted if it is the only one. Raises :class:`InvalidArgument`."""
+    if cache is None and len(caches) == 1:
+        return caches[0]
+    if cache is None or cache not in caches:
+        raise InvalidArgument("cache", cache, f"one of {', '.join(caches)}")
+    return cache
 
 
 class MirrorView:
@@ -80,7 +92,7 @@ class MirrorView:
 
     @property
     def caches(self) -> tuple[str, ...]:
-        return self.content.caches
+        return tuple(self.content.indexes)
 
     @property
     def state(self) -> MirrorState:
@@ -112,7 +124,7 @@ class MirrorView:
 
     def __len__(self) -> int:
         """Number of blocks in all window groups of all caches."""
-        return len(self.content.index)
+        return sum(map(len, self.content.indexes.values()))
 
     def longest_prefix(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> int:
         """Number of leading blocks of the chain that the daemon can serve, over all window groups. See
@@ -131,31 +143,26 @@ class MirrorView:
         """
         cursor = self.content.cursor or _NOWHERE
         bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
-        groups = self.content.index.match(self._named(cache), packed_keys(keys), bits, group)
+        groups = self._index(cache).match(packed_keys(keys), bits, group)
         blocks = groups[0].blocks if groups else 0
         return Match(blocks, groups, cursor)
 
     def fingerprint(self, cache: str | None = None) -> bytes | None:
         """Fingerprint of the daemon's specification of the cache; None if the cache was never seen."""
-        return self.content.index.fingerprint(self._named(cache))
+        return self._index(cache).fingerprint or None
 
     def block(self, key: bytes, cache: str | None = None, *, group: int = 0) -> MirroredBlock | None:
         """Residency and effective priority of a block; None = the block is not indexed."""
         if len(key) != KEY_BYTES:
             raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
-        return self.content.index.get(self._named(cache), group, key)
+        return self._index(cache).get(group, key)
 
     def blocks(self, cache: str | None = None, *, group: int = 0) -> Iterator[MirroredBlock]:
         """All present blocks of a window group, unordered."""
-        return self.content.index.blocks(self._named(cache), group)
+        return self._index(cache).blocks(group)
 
-    def _named(self, cache: str | None) -> str:
-        caches = self.content.caches
-        if cache is None and len(caches) == 1:
-            return caches[0]
-        if cache not in caches:
-            raise InvalidArgument("cache", cache, f"one of {', '.join(caches)}")
-        return cache
+    def _index(self, cache: str | None) -> MirrorIndex:
+        return self.content.indexes[one_of(self.caches, cache)]
 
 
 class Mirror(MirrorView):
@@ -186,7 +193,7 @@ class Mirror(MirrorView):
         """
         if isinstance(caches, str) or not caches:
             raise InvalidArgument("caches", caches, "a list of at least one name")
-        super().__init__(MirrorContent(tuple(dict.fromkeys(caches))))
+        super().__init__(MirrorContent(empty_indexes(caches)))
         self._client = client
         self._heartbeat_s = heartbeat_s
         self._timeout = timeout
@@ -248,11 +255,11 @@ class Mirror(MirrorView):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _named(self, cache: str | None) -> str:
-        name = super()._named(cache)
+    def _index(self, cache: str | None) -> MirrorIndex:
+        index = super()._index(cache)
         if self._following is None:
             raise CallerError("a mirror answers once it is entered, or started by start()", reason="NOT_STARTED")
-        return name
+        return index
 
     def _has(self, cursor: Cursor | None) -> bool:
         return self.state is MirrorState.EXACT and (cursor is None or (self.cursor or _NOWHERE) >= cursor)
@@ -280,7 +287,7 @@ class Mirror(MirrorView):
                 self.content.watch = None
             given_up = isinstance(self.content.problem, _TooMany)
             if given_up:
-                self.content.index, self.content.cursor = MirrorIndex(), None
+                self.content.indexes, self.content.cursor = empty_indexes(self.caches), None
             self._news.set()
             if self._exact_at is not None and loop.time() - self._exact_at > _STEADY_S:
                 backoff = Backoff()
@@ -288,44 +295,42 @@ class Mirror(MirrorView):
 
     async def _mirror(self) -> None:
         """Takes a snapshot and follows the events after it, until an event is lost."""
-        content, index, rooms = self.content, MirrorIndex(), dict[str, int]()
+        content, indexes = self.content, empty_indexes(self.caches)
         async with self._client.watch(
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
         ) as watch:
             async for item in watch:
-                if isinstance(item, (Event, SnapshotSlice)):
-                    await self._learn_room(index, item, rooms)
                 match item:
-                    case Event():
-                        index.apply(item)
+                    case Event() | SnapshotSlice():
+                        await self._apply(indexes, item)
                     case SnapshotStart():
-                        index = MirrorIndex()
-                    case SnapshotSlice():
-                        index.take(item)
+                        indexes = empty_indexes(self.caches)
                     case SnapshotEnd():
                         content.resyncs += content.cursor is not None
                         content.problem = None
-                        content.index, content.cursor, content.watch = index, watch.cursor, watch
+                        content.indexes, content.cursor, content.watch = indexes, watch.cursor, watch
                         self._exact_at = asyncio.get_running_loop().time()
                     case Gap():
                         return
-                if isinstance(item, (Event, SnapshotSlice)) and (size := index.size(item.cache)) > rooms[item.cache]:
-                    says = f"given up: {size} blocks of cache {item.cache}, which has room for {rooms[item.cache]}"
-                    raise _TooMany(says, reason="BAD_ANSWER")
                 if content.watch is not None:
                     content.cursor = watch.cursor  # set after the index, which other threads read, with no wait between
                     self._news.set()
 
-    async def _learn_room(self, index: MirrorIndex, item: Event | SnapshotSlice, rooms: dict[str, int]) -> None:
-        """Asks for a cache's capacity if the index, with the item, may exceed the capacity in ``rooms``: two blocks per
-        slot, since before its end a snapshot of a full cache has removed blocks and the new blocks of their slots.
+    async def _apply(self, indexes: Mapping[str, MirrorIndex], item: Event | SnapshotSlice) -> None:
+        """Applies an item. Asks first for the cache's capacity if the index, with the item, may exceed the known one:
+        two blocks per slot, since before its end a snapshot of a full cache has removed blocks and the new blocks of
+        their slots.
 
-        Raises :class:`DaemonError` for a cache that is not followed.
+        Raises :class:`DaemonError` for a cache that is not followed, and for more blocks than fit.
         """
-        if item.cache not in self.caches:
+        if (index := indexes.get(item.cache)) is None:
             raise DaemonError(f"an event of cache {item.cache!r}, which is not followed", reason="BAD_ANSWER")
-        if index.size(item.cache) + len(item.packed_keys) // KEY_BYTES >= rooms.get(item.cache, 0):
-            rooms[item.cache] = await self._room(item.cache)
+        if len(index) + len(item.packed_keys) // KEY_BYTES >= index.room:
+            index.room = await self._room(item.cache)
+        index.apply(item)
+        if len(index) > index.room:
+            says = f"given up: {len(index)} blocks of cache {item.cache}, which has room for {index.room}"
+            raise _TooMany(says, reason="BAD_ANSWER")
 
     async def _room(self, cache: str) -> int:
         """Twice the slots of a cache in all tiers, at most :data:`MOST_BLOCKS`, which is also the answer if the daemon

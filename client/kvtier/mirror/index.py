@@ -40,84 +40,53 @@ class MirroredBlock(NamedTuple):
 
 
 class MirrorIndex:
-    """The blocks of all caches of one daemon. Only one thread applies items; other threads see each block before or
-    after a change."""
+    """The blocks of one cache. Only one thread applies items; other threads see each block before or after a change."""
+
+    __slots__ = ("_attentions", "_groups", "fingerprint", "room")
 
     def __init__(self) -> None:
-        self._caches: dict[str, _Cache] = {}
+        self._groups: dict[int, Blocks] = {}
+        self._attentions: tuple[Attention, ...] = ()
+        """The attention of each group; empty while unknown."""
+        self.fingerprint = b""
+        """Fingerprint of the specification; empty if the cache was never seen."""
+        self.room = 0
+        """Most blocks that the daemon may tell."""
 
     def __len__(self) -> int:
-        return sum(len(blocks) for cache in list(self._caches.values()) for blocks in list(cache.groups.values()))
+        return sum(map(len, list(self._groups.values())))
 
-    def size(self, cache: str) -> int:
-        """Number of blocks in all window groups of a cache."""
-        return sum(map(len, self._known(cache).groups.values()))
-
-    def apply(self, event: Event) -> None:
-        """Applies an event. Raises :class:`DaemonError` for columns of different lengths, and for an impossible window
-        group."""
-        cache = self._caches.setdefault(event.cache, _Cache())
-        match event.type:
-            case EventType.STORED | EventType.UPDATED:
-                _put(cache.blocks(event.group), event)
+    def apply(self, item: Event | SnapshotSlice) -> None:
+        """Applies an event, or a slice of a snapshot. Raises :class:`DaemonError` for columns of different lengths, and
+        for an impossible window group."""
+        kind = item.type if isinstance(item, Event) else None
+        if kind in (None, EventType.CREATED):
+            self._reshape(item)
+        blocks = self._blocks(item.group)
+        match kind:
+            case EventType.CREATED | EventType.CLEARED:
+                self._groups[item.group] = {}  # another thread may iterate over the old dict
             case EventType.REMOVED:
-                blocks = cache.blocks(event.group)
-                for key in split_keys(event.packed_keys):
+                for key in split_keys(item.packed_keys):
                     blocks.pop(key, None)
-            case EventType.CREATED:
-                cache.reshape(event)
-                cache.clear(event.group)
-            case EventType.CLEARED:
-                cache.clear(event.group)
+            case _:
+                _put(blocks, item)
 
-    def take(self, part: SnapshotSlice) -> None:
-        """Applies a slice of a snapshot. Raises :class:`DaemonError` like :meth:`apply`."""
-        cache = self._caches.setdefault(part.cache, _Cache())
-        cache.reshape(part)
-        _put(cache.blocks(part.group), part)
-
-    def get(self, cache: str, group: int, key: bytes) -> MirroredBlock | None:
-        value = self._known(cache).groups.get(group, {}).get(key)
+    def get(self, group: int, key: bytes) -> MirroredBlock | None:
+        value = self._groups.get(group, {}).get(key)
         return None if value is None else _block(key, value)
 
-    def blocks(self, cache: str, group: int) -> Iterator[MirroredBlock]:
+    def blocks(self, group: int) -> Iterator[MirroredBlock]:
         """The present blocks, unordered."""
-        now = self._known(cache).groups.get(group, {}).copy()
+        now = self._groups.get(group, {}).copy()
         return map(_block, now.keys(), now.values())
 
-    def match(self, cache: str, keys: bytes, tiers: int, group: int | None = None) -> tuple[GroupSpan, ...]:
-        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group: see
-        :mod:`kvtier.chains`. ``tiers``: bits of the tiers that count. Nothing if the cache does not exist."""
-        return self._known(cache).match(keys, tiers, group)
-
-    def fingerprint(self, cache: str) -> bytes | None:
-        """Fingerprint of the specification; None if the cache does not exist."""
-        return self._known(cache).fingerprint or None
-
-    def _known(self, cache: str) -> _Cache:
-        return self._caches.get(cache) or _Cache()
-
-
-class _Cache:
-    """A cache. ``attentions``: each group's attention; empty while unknown."""
-
-    __slots__ = ("attentions", "fingerprint", "groups")
-
-    def __init__(self) -> None:
-        self.groups: dict[int, Blocks] = {}
-        self.attentions: tuple[Attention, ...] = ()
-        self.fingerprint = b""
-
-    def blocks(self, group: int) -> Blocks:
+    def _blocks(self, group: int) -> Blocks:
         if group >= MAX_GROUPS:
             raise DaemonError(f"window group {group} of a cache", reason="BAD_ANSWER")
-        return self.groups.setdefault(group, {})
+        return self._groups.setdefault(group, {})
 
-    def clear(self, group: int) -> None:
-        if self.blocks(group):
-            self.groups[group] = {}  # another thread may iterate over the old dict
-
-    def reshape(self, item: Event | SnapshotSlice) -> None:
+    def _reshape(self, item: Event | SnapshotSlice) -> None:
         """Adopts the cache's windows. Drops groups of an earlier cache of this name."""
         windows = item.all_window_tokens
         groups = max(len(windows), len(item.all_sink_tokens), len(item.all_flat))
@@ -125,13 +94,15 @@ class _Cache:
             raise DaemonError("an event of a cache without its windows, or with too many", reason="BAD_ANSWER")
         self.fingerprint = item.fingerprint
         kinds = zip_longest(windows, item.all_sink_tokens, item.all_flat, fillvalue=0)
-        self.attentions = tuple(Attention.of(item.tokens_per_block, w, s, flat=bool(flat)) for w, s, flat in kinds)
-        for group in [group for group in self.groups if group >= len(windows)]:
-            del self.groups[group]
+        self._attentions = tuple(Attention.of(item.tokens_per_block, w, s, flat=bool(flat)) for w, s, flat in kinds)
+        for group in [group for group in self._groups if group >= len(windows)]:
+            del self._groups[group]
 
-    def match(self, keys: bytes, tiers: int, group: int | None) -> tuple[GroupSpan, ...]:
-        groups = [each for each in range(len(self.attentions)) if group in (None, each)]
-        sides = [(self.attentions[each], self.groups.get(each, {})) for each in groups]
+    def match(self, keys: bytes, tiers: int, group: int | None = None) -> tuple[GroupSpan, ...]:
+        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group: see
+        :mod:`kvtier.chains`. ``tiers``: bits of the tiers that count. Nothing if the cache does not exist."""
+        groups = [each for each in range(len(self._attentions)) if group in (None, each)]
+        sides = [(self._attentions[each], self._groups.get(each, {})) for each in groups]
         length = self._prefix_length(sides, keys, tiers)
         return tuple(
             GroupSpan(each, needed.first, _residencies(blocks, needed.cut(keys, KEY_BYTES), ALL_TIERS), needed.sinks)

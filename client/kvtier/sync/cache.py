@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
@@ -61,11 +61,16 @@ class Fact(Generic[T]):
 
 
 def waits(verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method that awaits the verb on the client's loop."""
+    """A method that awaits the verb on the client's loop. A verb that takes a stream gets its fence from this thread,
+    since the loop's thread has other current streams."""
+    takes_stream = "stream" in inspect.signature(verb).parameters
 
     @wraps(verb)
-    def waiting(self: Twin[Any], *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.thread.run(lambda: verb(self.inner, *args, **kwargs))
+    def waiting(self: Any, *args: Any, **kwargs: Any) -> T:
+        if takes_stream:
+            kwargs["stream"] = self.fence(kwargs.get("stream"))
+        thread: LoopThread = self.thread
+        return thread.run(lambda: verb(self.inner, *args, **kwargs))
 
     return plain(waiting, verb)
 
@@ -100,17 +105,18 @@ class SyncHold(Twin[Held]):
     """A lease, or the leases of all window groups, held until :meth:`release` or the end of the ``with`` block. The
     parent holds the lease after a fork; the child can neither use nor release it."""
 
-    @like(lease.Lease.release)
-    def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        fence = self.thread.fence([self.inner], stream)
-        self.thread.run(lambda: self.inner.release(stream=fence, timeout=timeout))
+    release = waits(lease.Lease.release)
+
+    def fence(self, stream: Stream | None = None) -> Fence:
+        """The point that ``stream`` has reached: see :meth:`kvtier.Cache.fence`."""
+        return self.thread.fence([self.inner], stream)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.thread.forked:
-            fence = self.thread.fence([self.inner], None)
+            fence = self.fence()
             self.thread.run(lambda: self.inner.groups[0].cache.release(self.inner, stream=fence))
 
 
@@ -141,11 +147,7 @@ class SyncLease(SyncHold[L]):
     view = answers(lease.Lease.view)
     tensors = answers(lease.Lease.tensors)
     require_live = answers(lease.Lease.require_live)
-
-    @like(lease.Lease.give_back)
-    def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        fence = self.thread.fence([self.inner], stream)
-        self.thread.run(lambda: self.inner.give_back(at, stream=fence, timeout=timeout))
+    give_back = waits(lease.Lease.give_back)
 
 
 class SyncWriteLease(SyncLease[lease.WriteLease]):
@@ -153,11 +155,7 @@ class SyncWriteLease(SyncLease[lease.WriteLease]):
 
     blank = Fact[list[int]]()
     ticket = answers(lease.WriteLease.ticket)
-
-    @like(lease.WriteLease.commit)
-    def commit(self, keys: Keys, *, stream: Stream | None = None, **kept: Any) -> list[BlockResult]:
-        packed, fence = packed_keys(keys), self.thread.fence([self.inner], stream)
-        return self.thread.run(lambda: self.inner.commit(packed, stream=fence, **kept))
+    commit = waits(lease.WriteLease.commit)
 
 
 class SyncReadLease(SyncLease[lease.ReadLease]):
@@ -316,6 +314,8 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
     hint = waits(cache.Cache.hint)
     keep = waits(cache.Cache.keep)
     reset = waits(cache.Cache.reset)
+    release_all = waits(cache.Cache.release_all)
+    close = waits(cache.Cache.close)
 
     def __init__(self, thread: LoopThread, inner: cache.Cache) -> None:
         super().__init__(thread, inner, SyncReadLease)
@@ -364,16 +364,6 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
         inner: Any = self.thread.run(held.take, self.inner.release)
         twin = SyncWriteLease if isinstance(inner, lease.WriteLease) else SyncReadLease
         return twin(self.thread, inner)
-
-    @like(cache.Cache.release_all)
-    def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        fence = self.fence(stream)
-        self.thread.run(lambda: self.inner.release_all(stream=fence, timeout=timeout))
-
-    @like(cache.Cache.close)
-    def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        fence = self.fence(stream)
-        self.thread.run(lambda: self.inner.close(stream=fence, timeout=timeout))
 
     @like(cache.Cache.fence)
     def fence(self, stream: Stream | None = None) -> Fence:

@@ -37,16 +37,11 @@ class LoopThread:
         self._lock = threading.Lock()
         self._calls: set[LoopCall[Any]] = set()
         self._stopping = False
-        self._loop: asyncio.AbstractEventLoop
         self._farewell: asyncio.Future[LoopWork[None]]
-        self._started = threading.Event()
-        self._fault: Exception | None = None
-        """The error that kept the loop from starting."""
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._fault is not None:
-            raise self._fault
+        self._loop = self._started.result()
 
     @property
     def forked(self) -> bool:
@@ -97,10 +92,8 @@ class LoopThread:
     def stop(self, farewell: LoopWork[None]) -> None:
         """Runs ``farewell``, then ends the thread; running calls raise :class:`ClientClosed`. A second caller waits for
         the end, too. Does nothing in a forked child."""
-        if self.forked:
-            return
         self.stop_soon(farewell)
-        if threading.current_thread() is not self._thread:
+        if not self.forked and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def stop_soon(self, farewell: LoopWork[None]) -> None:
@@ -134,20 +127,19 @@ class LoopThread:
             with asyncio.Runner() as runner:
                 runner.run(self._main())
         except Exception as error:
-            if self._started.is_set():
+            if self._started.done():
                 raise
-            self._fault = error  # usually no file descriptor is left for the loop
+            self._started.set_exception(error)  # usually no file descriptor is left for the loop
         finally:
-            self._started.set()
             with self._lock:
                 left, self._calls = self._calls, set()
             for call in left:
                 call.settle(None)
 
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._farewell = self._loop.create_future()
-        self._started.set()
+        loop = asyncio.get_running_loop()
+        self._farewell = loop.create_future()
+        self._started.set_result(loop)
         farewell = await self._farewell
         await farewell()
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 
-from kvtier.cli.watch import Moment, MomentType
+from kvtier.cli.watch import Moment, moment_of
 from kvtier.cli.watch_lines import json_lines, plain_lines, text_lines
 from kvtier.events import (
     Disconnected,
@@ -182,13 +182,13 @@ def test_a_long_name_is_cut_for_the_cause() -> None:
     ],
 )
 def test_a_moment_is_a_cursor_or_a_time(text: str, found: Moment) -> None:
-    assert MomentType().convert(text, None, None) == found
+    assert moment_of(text) == found
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("5m", 300), ("2h", 7200), ("1.5d", 129_600)])
 def test_a_moment_is_so_long_ago(text: str, seconds: int) -> None:
     before = time.time_ns()
-    found = MomentType().convert(text, None, None)
+    found = moment_of(text)
     assert isinstance(found, int) and before <= found + seconds * 10**9 <= time.time_ns()
 
 
@@ -197,7 +197,7 @@ def test_a_moment_is_so_long_ago(text: str, seconds: int) -> None:
 )
 def test_what_is_no_moment_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"none of|64 bits"):
-        MomentType().convert(text, None, None)
+        moment_of(text)
 
 
 def test_a_cause_of_a_newer_daemon_stays_a_number() -> None:

@@ -77,9 +77,9 @@ def model(events: Sequence[Event]) -> State:
     return state
 
 
-def state_of(index: MirrorIndex) -> State:
+def state_of(indexes: dict[str, MirrorIndex]) -> State:
     return {
-        (cache, group): {key: (residency, priority) for key, residency, priority in index.blocks(cache, group)}
+        (cache, group): {key: (residency, priority) for key, residency, priority in indexes[cache].blocks(group)}
         for cache, group in GROUPS
     }
 
@@ -98,34 +98,35 @@ streams = st.lists(st.one_of(changes, changes, changes, marks), max_size=25)
 
 @given(streams, st.data())
 def test_events_give_the_state_however_often_each_is_applied(events: list[Event], data: st.DataObject) -> None:
-    index = MirrorIndex()
+    indexes = {cache: MirrorIndex() for cache, _ in GROUPS}
     for each in events:
         for _ in range(data.draw(st.integers(1, 2))):
-            index.apply(replace(each))
+            indexes[each.cache].apply(replace(each))
     truth = model(events)
-    assert state_of(index) == truth
-    assert len(index) == sum(map(len, truth.values()))
+    assert state_of(indexes) == truth
+    assert sum(map(len, indexes.values())) == sum(map(len, truth.values()))
     for (cache, group), blocks in truth.items():
         for key in KEYS[:8]:
             expected = MirroredBlock(key, *blocks[key]) if key in blocks else None
-            assert index.get(cache, group, key) == expected
+            assert indexes[cache].get(group, key) == expected
 
 
 @given(streams, st.data())
 def test_a_snapshot_taken_while_events_happen_ends_exact(events: list[Event], data: st.DataObject) -> None:
     """A cursor first, then slices, some twice, of states after it, then every event after the cursor."""
     cursor = data.draw(st.integers(0, len(events)))
-    index = MirrorIndex()
+    indexes = {cache: MirrorIndex() for cache, _ in GROUPS}
     for where in GROUPS:
-        index.take(slice_of(where, []))
+        index = indexes[where[0]]
+        index.apply(slice_of(where, []))
         for key in KEYS[:8]:
             for _ in range(data.draw(st.integers(1, 2))):
                 found = model(events[: data.draw(st.integers(cursor, len(events)))])[where].get(key)
                 if found is not None:
-                    index.take(slice_of(where, [(key, *found)]))
+                    index.apply(slice_of(where, [(key, *found)]))
     for each in events[cursor:]:
-        index.apply(each)
-    assert state_of(index) == model(events)
+        indexes[each.cache].apply(each)
+    assert state_of(indexes) == model(events)
 
 
 @settings(deadline=None)
@@ -143,10 +144,10 @@ def test_a_prefix_is_what_the_definition_says(
     index = MirrorIndex()
     for group, places in enumerate(held):
         part = slice_of(("a", group), [(KEYS[place], where[place], 35) for place in places])
-        index.take(replace(part, all_window_tokens=WINDOWS, all_sink_tokens=SINKS, all_flat=FLAT))
+        index.apply(replace(part, all_window_tokens=WINDOWS, all_sink_tokens=SINKS, all_flat=FLAT))
     in_tiers = [{place for place in places if where[place] & tiers} for places in held]
     expected = longest(dict(enumerate(in_tiers)), length)
-    found = index.match("a", PACKED[: length * 32], tiers)
+    found = index.match(PACKED[: length * 32], tiers)
     for span in found:
         covered = [*range(span.sink_blocks), *range(span.first_block, expected)]
         assert span.blocks == expected
@@ -157,8 +158,8 @@ def test_a_prefix_is_what_the_definition_says(
 def test_a_group_that_is_not_known_to_have_a_block_counts() -> None:
     """It exists, and has none of what a prefix needs."""
     index = MirrorIndex()
-    index.take(replace(slice_of(("a", FULL), [(key, 1, 35) for key in KEYS]), all_window_tokens=WINDOWS))
-    assert [len(span.residency) for span in index.match("a", PACKED, ALL_TIERS)] == [0] * 5
+    index.apply(replace(slice_of(("a", FULL), [(key, 1, 35) for key in KEYS]), all_window_tokens=WINDOWS))
+    assert [len(span.residency) for span in index.match(PACKED, ALL_TIERS)] == [0] * 5
 
 
 def test_a_cache_made_anew_has_the_groups_that_it_has_now() -> None:
@@ -170,7 +171,7 @@ def test_a_cache_made_anew_has_the_groups_that_it_has_now() -> None:
         index.apply(event(EventType.CLEARED, ("a", group)))
     index.apply(replace(event(EventType.CREATED, ("a", 0)), all_window_tokens=(0,)))
     index.apply(event(EventType.STORED, ("a", 0), [(KEYS[0], 1, 35)]))
-    (span,) = index.match("a", PACKED, ALL_TIERS)
+    (span,) = index.match(PACKED, ALL_TIERS)
     assert span.residency == b"\1"
 
 
@@ -198,4 +199,4 @@ def test_a_prefix_ends_before_a_block_whose_bytes_are_lost(tiers: int) -> None:
     index.apply(event(EventType.CREATED, where))
     index.apply(event(EventType.STORED, where, [(key, Tier.HOST.bit, 35) for key in KEYS]))
     index.apply(event(EventType.UPDATED, where, [(KEYS[2], 0, 35)]))
-    assert index.match(where[0], PACKED, tiers, where[1])[0].blocks == 2
+    assert index.match(PACKED, tiers, where[1])[0].blocks == 2
