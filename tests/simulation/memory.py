@@ -7,9 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.abi.control import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
-from kvtierd.core.ids import KEY_BYTES, NO_LABEL, Key, SessionId, SlotId
+from kvtier.abi.control import SLOT_RECORD_BYTES
+from kvtierd.core.ids import KEY_BYTES, Key, SessionId, SlotId
 from kvtierd.core.outcome import Content as Noted
+from kvtierd.tiers.disk.records import SlotContents, decode_slots, encode_slot, order_of
 from tests.simulation.violation import Violation
 
 Content = bytes
@@ -72,30 +73,17 @@ class Memory:
 
     def _found_in(self, slot: SlotId) -> Key | None:
         """Returns the block that a daemon would find in the slot when it adopts the memory."""
-        found = SlotContents.read(
-            self._records[slot : slot + 1], np.array(self.generations[slot : slot + 1], np.uint64)
-        )
-        return Key(found.keys[0]) if found.keys else None
+        found = decode_slots(self._records[slot : slot + 1], np.array(self.generations[slot : slot + 1], np.uint64))
+        return found.keys[0] if found.keys else None
 
     def _record(self, noted: Noted, key: Key, generation: int, order: int) -> None:
         (_, _, slot), _, parent, traits = noted
-        label = traits.label or NO_LABEL
-        packed = SlotRecord(
-            key=key,
-            parent=parent,
-            priority=traits.priority,
-            duration_ms=traits.duration_ms,
-            deadline_ns=traits.deadline_ns,
-            event_hash=label.event_hash,
-            generation=generation,
-            order=order,
-            checksum=label.checksum,
-        ).pack()
+        packed = encode_slot(key, parent, traits, generation, order)
         self._records[slot, : len(packed)] = np.frombuffer(packed, np.uint8)
 
     def found(self) -> SlotContents:
         """Returns the contents that a daemon finds when it adopts the memory."""
-        return SlotContents.read(self._records, np.array(self.generations, np.uint64))
+        return decode_slots(self._records, np.array(self.generations, np.uint64))
 
     def slots_of(self, content: Content) -> list[SlotId]:
         """Returns the READY slots with these bytes."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from kvtier.abi.control import SlotContents
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
+from kvtierd.tiers.disk.records import SlotContents
 from tests.simulation.memory import Memory
 
 

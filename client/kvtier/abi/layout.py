@@ -8,7 +8,7 @@ empty parts take no place::
               by group:                                 each 64-byte aligned
                 device generations, host generations    u64 a slot
                 device owners, host owners              u64 a slot
-                device records, host records            160 bytes a slot: kvtier.abi.control
+                device records, host records            192 bytes a slot: kvtier.abi.control
               the key index                             64-byte aligned: kvtier.abi.key_index
     host      by group: its host slots                  2 MiB aligned
     device    by group, by pool: the pool's slots       2 MiB aligned

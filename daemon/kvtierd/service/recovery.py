@@ -36,7 +36,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from operator import itemgetter
@@ -46,9 +46,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvtier.abi import attach
-from kvtier.abi.control import SlotContents
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import DAEMON, GroupId, Key, Label, SessionId, SlotId, Tier, Traits
+from kvtierd.core.ids import DAEMON, GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import RecoveredBlock, reachable
@@ -59,6 +58,7 @@ from kvtierd.service.cache import CacheSettings
 from kvtierd.service.peer import PeerProcess, command_of
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable
+from kvtierd.tiers.disk.records import SlotContents
 from kvtierd.tiers.memfd import Memfd
 
 SESSIONS: Final = "sessions"
@@ -420,10 +420,9 @@ def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, RecoveredBlock]:
     rows: list[tuple[int, RecoveredBlock]] = []
     for tier in arena.tiers:
         found = arena.contents(tier, group)
-        keys, parents = map(Key, found.keys), (None if parent is None else Key(parent) for parent in found.parents)
-        slots, none = map(SlotId, found.slots), repeat(None)
-        on_device, on_host = (slots, none) if tier is Tier.DEVICE else (none, slots)
-        blocks = map(RecoveredBlock, none, keys, parents, _traits(found), on_device, on_host)
+        none = repeat(None)
+        on_device, on_host = (found.slots, none) if tier is Tier.DEVICE else (none, found.slots)
+        blocks = map(RecoveredBlock, none, found.keys, found.parents, found.traits, on_device, on_host)
         rows.extend(zip(found.orders, blocks, strict=True))
     rows.sort(key=itemgetter(0))
     newest: dict[Key, RecoveredBlock] = {}
@@ -434,12 +433,6 @@ def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, RecoveredBlock]:
             one = one._replace(device=device, host=one.host if one.host is not None else other.host)
         newest[one.key] = one
     return newest
-
-
-def _traits(found: SlotContents) -> Iterator[Traits]:
-    named = zip(found.event_hashes, found.checksums, strict=True)
-    labels = (Label(hashed, b"", checksum) if hashed or checksum else None for hashed, checksum in named)
-    return map(Traits, found.priorities, found.durations_ms, found.deadlines_ns, labels)
 
 
 def _merged(in_memory: dict[Key, RecoveredBlock], disk: Sequence[RecoveredBlock]) -> list[RecoveredBlock]:

@@ -22,18 +22,16 @@ from kvtier.abi.control import (
     ArenaIdentity,
     ArenaState,
     Header,
-    SlotContents,
-    SlotRecord,
-    order_of,
     write_state,
 )
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import AbiError
-from kvtierd.core.ids import NO_LABEL, GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content
 from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, NoSegment
+from kvtierd.tiers.disk.records import SlotContents, decode_slots, encode_slot, order_of
 from kvtierd.tiers.key_index import NOWHERE, At, IndexedBlocks, KeyIndex
 from kvtierd.tiers.memfd import Memfd, require_memory
 
@@ -190,8 +188,7 @@ class Arena:
         """Records the block of a slot for its next generation, or that the slot has no block."""
         (group, tier, slot), key, _, _ = content
         if key is None:
-            start = slot * SLOT_RECORD_BYTES
-            self._records[tier, group][start : start + SLOT_RECORD_BYTES] = bytes(SLOT_RECORD_BYTES)
+            self._write_record(tier, group, slot, bytes(SLOT_RECORD_BYTES))
             return
         self._order += 1
         self._record(content, key, self._generation_words[tier, group][slot] + 1, self._order)
@@ -205,20 +202,11 @@ class Arena:
             raise AssertionError(f"restated: {tier} group {group} slot {slot}, generation {generation}, is no block's")
         self._record(content, key, generation, order_of(self._records[tier, group], slot))
 
-    def _record(self, content: Content, key: bytes, generation: int, order: int) -> None:
+    def _record(self, content: Content, key: Key, generation: int, order: int) -> None:
         (group, tier, slot), _, parent, traits = content
-        label = traits.label or NO_LABEL
-        packed = SlotRecord(
-            key=key,
-            parent=parent,
-            priority=traits.priority,
-            duration_ms=traits.duration_ms,
-            deadline_ns=traits.deadline_ns,
-            event_hash=label.event_hash,
-            generation=generation,
-            order=order,
-            checksum=label.checksum,
-        ).pack()
+        self._write_record(tier, group, slot, encode_slot(key, parent, traits, generation, order))
+
+    def _write_record(self, tier: Tier, group: GroupId, slot: SlotId, packed: bytes) -> None:
         start = slot * SLOT_RECORD_BYTES
         self._records[tier, group][start : start + len(packed)] = packed
 
@@ -226,7 +214,7 @@ class Arena:
         """READY slots of an adopted arena whose record is whole and of the slot's generation. Blocks noted from now on
         come later in order."""
         rows = self.layout.slot_records(self._control.array, tier, group)
-        found = SlotContents.read(rows, self._generations[tier, group])
+        found = decode_slots(rows, self._generations[tier, group])
         self._order = max(self._order, max(found.orders, default=0))
         return found
 

@@ -79,7 +79,7 @@ def test_the_header_is_as_documented():
     found = {name: struct.unpack_from(code, control.data, at) for name, (at, code) in documented().items()}
     assert found == {
         "magic": (b"KVTARENA",),
-        "abi_version": (1,),
+        "abi_version": (2,),
         "indexed": (1,),
         "fingerprint": (TWO_POOLS.fingerprint(),),
         "epoch": (3,),
@@ -101,8 +101,8 @@ def test_a_layout_is_as_documented():
     layout = two_pools()
     (group,) = layout.groups
     # 4096 + generations of 3 and 5 slots, owners, records, each on a 64-byte line; then 1.5 x 17 places in buckets of 8
-    assert (group.generations, group.owners, group.records) == ((4096, 4160), (4224, 4288), (4352, 4864))
-    assert (layout.index_offset, layout.index_bytes, layout.control_bytes) == (5696, 4 * 512, 8192)
+    assert (group.generations, group.owners, group.records) == ((4096, 4160), (4224, 4288), (4352, 4928))
+    assert (layout.index_offset, layout.index_bytes, layout.control_bytes) == (5888, 4 * 512, 8192)
     assert (layout.host_bytes, layout.device_bytes) == (5 * 12288, 2 * MIB + 3 * 4096)
     assert parts(layout, HOST, 0, 2) == [(2 * 12288, 6000), (2 * 12288 + 8192, 100)]
     assert parts(layout, DEVICE, 0, 2) == [(2 * 8192, 6000), (2 * MIB + 2 * 4096, 100)]
@@ -129,7 +129,7 @@ def taken_of_control(layout):
         for tier in MEMORY_TIERS:
             yield group.generations[tier], 8 * group.slots[tier]
             yield group.owners[tier], 8 * group.slots[tier]
-            yield group.records[tier], 160 * group.slots[tier]
+            yield group.records[tier], 192 * group.slots[tier]
 
 
 def assert_apart(pieces, size):

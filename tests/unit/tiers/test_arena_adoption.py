@@ -157,7 +157,7 @@ def test_only_slots_whose_record_is_whole_and_of_their_generation_count(earlier:
     for slot in range(5):
         written(earlier, slot, number=slot, parent=None)
     start = LAYOUT.groups[0].records[Tier.HOST]
-    os.pwrite(earlier.kept_fds[attach.CONTROL], b"XX", start + 160)  # 1: torn
+    os.pwrite(earlier.kept_fds[attach.CONTROL], b"XX", start + 192)  # 1: torn
     earlier.begin_writes(Tier.HOST, GROUP, [SlotId(2)])  # 2: being written
     earlier.begin_writes(Tier.HOST, GROUP, [SlotId(3)])
     earlier.end_writes(Tier.HOST, GROUP, [SlotId(3)])  # 3: written anew, and the record is the old one

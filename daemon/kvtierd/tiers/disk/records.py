@@ -25,18 +25,25 @@ A value begins with a seal: xxh3-64, 8 bytes big-endian, of the rest of the valu
 no checksums of its pages, and clients get tokens, hashes and priorities as they are read. A value with a broken seal is
 ignored: its block is a miss, its uses are forgotten. A flipped bit in the quarantine takes a sound slot out of use, or
 releases a bad slot, whose bytes fail their checksum again.
+
+A slot of memory has a record, too, which outlives the daemon: the block key, 32 bytes, and ``record`` without tokens
+and scope. Its last use is the order in which slots were written, and the slot's generation replaces the bytes; slot
+and checksum are 0. The record is true if its generation is even and the slot's. If the daemon dies while it writes the
+record, the generation or the seal is wrong, and the block is forgotten.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvtier.abi.control import SLOT_RECORD_BYTES
 from kvtierd.core.ids import (
     CHECKSUM_BYTES,
     EVENT_HASH_BYTES,
@@ -83,6 +90,12 @@ RECORD_DTYPE: Final = np.dtype(
     ]
 )
 """The head of ``record`` as a numpy row, for decoding a whole index at once."""
+
+
+_SLOT_DTYPE: Final = np.dtype(
+    [("key", f"V{KEY_BYTES}"), ("head", RECORD_DTYPE), ("rest", f"V{SLOT_RECORD_BYTES - KEY_BYTES - HEAD_BYTES}")]
+)
+_ORDER: Final = struct.Struct(f"<{KEY_BYTES + _SEAL_BYTES + 8}xQ")
 
 
 def encode_record(
@@ -166,6 +179,43 @@ def _checksum_bytes(rows: NDArray[Any]) -> NDArray[np.int64]:
 def parents_of(rows: NDArray[Any]) -> list[Key | None]:
     has_parent = (rows["flags"] & _HAS_PARENT).astype(bool).tolist()
     return [parent if has else None for has, parent in zip(has_parent, rows["parent"].tolist(), strict=True)]
+
+
+def encode_slot(key: Key, parent: Key | None, traits: Traits, generation: int, order: int) -> bytes:
+    """The record of a memory slot whose bytes are the block's at ``generation``."""
+    if traits.label is not None:
+        traits = traits._replace(label=replace(traits.label, tokens=b"", scope=b""))
+    return key + encode_record(key, SlotId(0), order, generation, b"", parent, traits)
+
+
+def order_of(records: memoryview, slot: SlotId) -> int:
+    """The order in a slot's record. ``records``: ``SLOT_RECORD_BYTES`` per slot."""
+    order: int = _ORDER.unpack_from(records, slot * SLOT_RECORD_BYTES)[0]
+    return order
+
+
+class SlotContents(NamedTuple):
+    """The blocks in memory slots, a column a field. ``orders``: a later written slot has a greater number."""
+
+    slots: Sequence[SlotId]
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
+    traits: Sequence[Traits]
+    orders: Sequence[int]
+
+
+def decode_slots(records: NDArray[np.uint8], generations: NDArray[np.uint64]) -> SlotContents:
+    """Reads the true records of slots. ``records``: [slots, ``SLOT_RECORD_BYTES``], C-contiguous."""
+    places = records.reshape(-1).view(_SLOT_DTYPE)
+    ready = np.flatnonzero((generations % 2 == 0) & (places["head"]["size"] == generations))
+    heads, keys = places["head"][ready], places["key"][ready].tolist()
+    lengths = (HEAD_BYTES + heads["hash_bytes"].astype(np.int64) + _checksum_bytes(heads)).tolist()
+    values = [bytes(place[:nbytes]) for place, nbytes in zip(records[ready, KEY_BYTES:], lengths, strict=True)]
+    rows = decode_records(keys, values)
+    (sound,) = rows["version"].nonzero()
+    rows, keys = rows[sound], [keys[place] for place in sound.tolist()]
+    slots, traits = ready[sound].tolist(), traits_of(rows, values, sound)
+    return SlotContents(slots, keys, parents_of(rows), traits, rows["last_use"].tolist())
 
 
 def encode_touches(slots: Sequence[SlotId], first: int) -> Iterator[bytes]:
