@@ -45,16 +45,6 @@ async def test_a_priority_expires_and_says_so(client, cache):
     assert set(event.priorities) == {35}
 
 
-async def test_a_priority_that_has_expired_keeps_no_slot(cache):
-    short = Retention((TokenRange(0, None, 80, 0.001),))
-    await cache.put(KEYS[:1], blocks(KEYS[:1]), retention=short)
-    await cache.put(OTHER, blocks(OTHER), priorities=50)
-    await asyncio.sleep(0.011)  # the retention ends; no tick of the daemon has to come
-    async with cache.reserve(cache.slots(Tier.DEVICE) - 1, Tier.DEVICE):
-        places = await cache.locate([*KEYS[:1], *OTHER])
-        assert [bool(place.residency & Tier.DEVICE.bit) for place in places] == [False, True]
-
-
 async def test_an_acquire_brings_a_retention_for_what_it_finds(cache):
     await cache.put(KEYS[:3], blocks(KEYS[:3]), priorities=20)
     async with cache.acquire(KEYS, retention=Retention((TokenRange(TOKENS, 2 * TOKENS, 90),))) as lease:
