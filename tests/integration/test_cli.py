@@ -36,10 +36,6 @@ def kvtier(*arguments, status=0, env=None):
     return done
 
 
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
-
-
 async def test_status(daemon, client, cache):
     await put_chain(cache, cache.name, 3)
     async with cache.reserve(2, Tier.HOST):

@@ -12,7 +12,6 @@ from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_c
 
 OK = BlockResult.OK
 KEYS = chain("retention", 4)
-OTHER = chain("other", 1)
 TOKENS = SPEC.tokens_per_block
 
 

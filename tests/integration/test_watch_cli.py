@@ -20,10 +20,14 @@ from tests.integration.blocks import SPEC, blocks, opened_cache, put_chain, size
 from tests.integration.conftest import own_cache
 from tests.integration.seeing import last_event
 from tests.integration.terminal import terminal
-from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
+from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier
 from tests.integration.waiting import PATIENCE_S
 
 cache = own_cache(device=4, host=8, disk=16)
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
 
 
 async def stored(cache, name, count=2):
