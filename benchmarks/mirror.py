@@ -68,14 +68,14 @@ def main() -> None:
     for first in range(0, BLOCKS, CHANGED):
         apply(index, messages(EVENT_TYPE_STORED, new_chain(min(CHANGED, BLOCKS - first)), 256))
     print(f"{len(index)} blocks take {(resident() - before) / len(index):.0f} bytes each")
-    stored, changing = [block.key for block in index.blocks("c", 0)], new_chain(CHANGED)
+    stored, changing = [block.key for block in index.blocks(0)], new_chain(CHANGED)
     kinds = EVENT_TYPE_STORED, EVENT_TYPE_UPDATED, EVENT_TYPE_REMOVED
     for each in (1, 256):
         packed = [message for kind in kinds for message in messages(kind, changing, each)]
         took = median(nanoseconds(apply, index, packed) for _ in range(ROUNDS)) / len(kinds) / CHANGED
         print(f"{each:4} blocks an event: {took:5.0f} ns a change")
     chains = [b"".join(random.sample(stored, CHAIN)) for _ in range(100)]
-    took = median(nanoseconds(index.match, "c", chain, ALL_TIERS) for chain in chains)
+    took = median(nanoseconds(index.match, chain, ALL_TIERS) for chain in chains)
     print(f"match of {CHAIN} blocks: {took / 1e3:.0f} µs")
 
 

@@ -634,7 +634,7 @@ def test_an_agents_hints_are_worth_hits(engines, daemon, make_model):
     words += ["--num-gpu-blocks-override", "40", "--enable-prompt-tokens-details"]
     words += ["--kv-transfer-config", json.dumps(transfer)]
     with serving(words, environment(*folders(engines, "vllm")), "Application startup complete"):
-        command = [python, ROOT / "examples/vllm_tool_loop.py", f"http://127.0.0.1:{port}", model]
+        command = [str(python), str(ROOT / "examples/vllm_tool_loop.py"), f"http://127.0.0.1:{port}", model]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * ANSWER_S, check=True)
     without, hinted = (int(found) for found in re.findall(r": (\d+) of the agent's", done.stdout))
     assert hinted > without + 640, done.stdout

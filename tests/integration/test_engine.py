@@ -445,7 +445,9 @@ def test_a_save_waits_for_a_silent_daemon(daemon, written):
             leader.doubt()
             wait_until(lambda: not leader.answers and rank._client is not None and rank._client.connected is written)
             toy.end_step()
-            leader._connection.client.submit(lambda: asyncio.sleep(0.1)).result()
+            client = leader._connection.client
+            assert client is not None
+            client.submit(lambda: asyncio.sleep(0.1)).result()
         toy.end(run)
         toy.settle()
         assert toy.planner.stats()["blocks saved"] == 10

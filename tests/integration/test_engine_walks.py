@@ -177,7 +177,7 @@ class KeepsOldTables(Planner):
         copy = {group: list(table) for group, table in tables.items()}
         super().scheduled(req_id, computed_tokens, new_tokens, copy, **given)
 
-    def finished(self, req_id: str, tables: Any = None) -> bool:
+    def finished(self, req_id: str, tables: Any = None, hints: Any = None) -> bool:
         return super().finished(req_id)
 
 

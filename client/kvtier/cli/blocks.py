@@ -230,7 +230,7 @@ def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> Non
 )
 @click.option("--tier", type=_TIERS, help="For pin, prefetch and demote.")
 @click.option("--priority", type=int, default=DEFAULT_PRIORITY, help="For retain.")
-@click.option("--for", "seconds", type=TimeType(), metavar="TIME", help="Such as 30s or 10m; at most an hour.")
+@click.option("--for", "seconds", type=seconds_of, metavar="TIME", help="Such as 30s or 10m; at most an hour.")
 @_OUTPUT
 def hint(
     daemon: DaemonAt,

@@ -200,10 +200,10 @@ def move(number: int, src: Tier, dst: Tier | None, items: Iterable[tuple[int, in
         src,
         dst,
         cause=Cause.CAPACITY,
-        items=tuple(
+        items=[
             MoveItem(key(block), None, Traits(35), SlotId(source), None if target is None else SlotId(target))
             for block, source, target in items
-        ),
+        ],
     )
 
 
