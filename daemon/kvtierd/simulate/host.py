@@ -43,6 +43,7 @@ class Host:
         self._longest = slots[self._tier]
         self.now = 0
         """The simulated time in nanoseconds."""
+        self._expected: set[Key] = set()
         self._moves: list[Move] = []
         self._grants: list[Grant] = []
         self._events: list[BlockEvent] = []
@@ -59,6 +60,9 @@ class Host:
         if len(chain) > self._longest:
             raise BadArgument("chain", len(chain), f"at most {self._longest} blocks, which the {self._tier} tier has")
         self._events.clear()
+        if met := self._expected.intersection(chain):
+            self._expected -= met
+            self._retain([*met], DEFAULT_PRIORITY, 0)
         _, outcome = self.core.acquire(_CLIENT, [GROUP], self._tier, [ChainRequest(chain)], self.now)
         prefix = self._granted(outcome)
         found = prefix.blocks
@@ -81,8 +85,12 @@ class Host:
 
     def expect(self, key: Key, seconds: float) -> None:
         """Keeps a block that is expected to be asked for in this time."""
-        priority, for_ms = expected(max(1, int(1000 * seconds)))
-        self._take(self.core.set_retention(GROUP, [key], [priority], [for_ms], self.now)[1])
+        self._expected.add(key)
+        self._retain([key], *expected(max(1, int(1000 * seconds))))
+
+    def _retain(self, keys: Sequence[Key], priority: int, for_ms: int) -> None:
+        times = [for_ms] * len(keys)
+        self._take(self.core.set_retention(GROUP, keys, [priority] * len(keys), times, self.now)[1])
 
     def _granted(self, outcome: Outcome) -> Grant:
         """Completes moves until the call is answered."""

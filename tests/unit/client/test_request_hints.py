@@ -18,7 +18,7 @@ def outcomes(found):
 
 def test_hints_of_a_conversation_are_told_after_where_it_is():
     found = RequestHints.of({"kvtier": {"session": "agent", "hints": [{"action": "end", "tokens": [32, 64]}]}})
-    assert found.told(KEYS) == [Hint("reached", b"agent", KEYS), Hint("end", b"agent", tokens=[32, 64])]
+    assert found.told(KEYS) == [Hint("reached", b"agent", KEYS), Hint("end", b"agent", tokens=(32, 64))]
     assert found.reply == {"kvtier": {"hints": [{"action": "end", "outcome": "deferred"}]}}
 
 

@@ -56,6 +56,27 @@ def test_a_size_that_makes_no_sense_is_refused(tmp_path):
     assert outcome.exit_code == 2 and "0 is not in the range x>=1" in outcome.output
 
 
+@pytest.mark.parametrize(
+    ("hints", "found"),
+    [
+        ("ends=0,returns=0", 1),  # 4 takes the slot of 1
+        ("ends=1", 2),  # 4 takes the slot of 3, which has ended
+        ("returns=1", 2),  # 3 is not expected
+    ],
+)
+def test_an_oracle_tells_hints(tmp_path, hints, found):
+    outcome = simulated(tmp_path, [[1], [2], [3], [4], [2], [1]], "--slots", "3", "--hints", hints, "-o", "json")
+    assert next(row["found"] for row in json.loads(outcome.stdout) if row["policy"] == "lru") == found
+
+
+@pytest.mark.parametrize(
+    ("hints", "says"), [("end=1", "'end' is no kind of hint"), ("ends=2", "2.0 is not in the range")]
+)
+def test_hints_that_make_no_sense_are_refused(tmp_path, hints, says):
+    outcome = simulated(tmp_path, [[1]], "--hints", hints)
+    assert (outcome.exit_code, says in outcome.output) == (2, True), outcome.output
+
+
 TREE = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=40)
 
 
