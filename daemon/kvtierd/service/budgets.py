@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import grpc
-from pydantic import ByteSize
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import STATE, STATE_TOKENS, CacheSpec
 from kvtier.v1 import common_pb2
 from kvtierd.config import Config
 from kvtierd.config.keys import STAND_IN, Share
-from kvtierd.core.ids import TIERS, GroupId, Tier
+from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
@@ -334,10 +334,10 @@ class PastOptions:
 
 @dataclass(slots=True, frozen=True)
 class _Content:
-    """The content of :class:`RememberedSlots`, by name of the cache. ``shares``: bytes by name of the share. ``gpus``:
-    uuids by the names in the configuration. ``block_bytes``: by window group."""
+    """The content of :class:`RememberedSlots`, by name of the cache. ``caches``: slots by name of the tier. ``shares``:
+    bytes by name of the share. ``gpus``: uuids by the names in the configuration. ``block_bytes``: by window group."""
 
-    slots: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    caches: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, PastOptions] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
@@ -362,35 +362,18 @@ class _Content:
             return cls()
         if content is None:
             return cls()
-        if (version := content.get("version")) != _VERSION:
+        if (version := content.pop("version", None)) != _VERSION:
             raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads version {_VERSION}")
-        names = {str(tier) for tier in TIERS}
         try:
-            return cls(
-                {
-                    str(name): {tier: tuple(map(int, counts)) for tier, counts in slots.items() if tier in names}
-                    for name, slots in content["caches"].items()
-                },
-                {
-                    str(name): PastOptions(str(past["spec"]), dict(past["options"]))
-                    for name, past in content.get("options", {}).items()
-                },
-                {str(name): int(nbytes) for name, nbytes in content.get("shares", {}).items()},
-                {str(name): str(device) for name, device in content.get("devices", {}).items()},
-                {str(name): str(uuid) for name, uuid in content.get("gpus", {}).items()},
-                {str(name): tuple(map(int, each)) for name, each in content.get("block_bytes", {}).items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedDirectory(path, f"its budgets cannot be read: {error!r}") from error
+            return TypeAdapter(cls).validate_python(content)
+        except ValidationError as error:
+            raise DamagedDirectory(path, f"its budgets cannot be read: {error}") from error
 
     def write(self, path: Path) -> None:
         """Raises TierIOError."""
-        past = {name: asdict(one) for name, one in self.options.items()}
-        content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
-        content |= {"block_bytes": self.block_bytes}
         with superblock.io_errors(f"cannot write {path}"):
             superblock.make_private_directory(path)
-            superblock.write_superblock(path, KIND, content | {"devices": self.devices, "gpus": self.gpus})
+            superblock.write_superblock(path, KIND, {"version": _VERSION} | asdict(self))
 
 
 class RememberedSlots:
@@ -409,11 +392,11 @@ class RememberedSlots:
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._content.slots)
+        return frozenset(self._content.caches)
 
     def get(self, name: str) -> dict[Tier, tuple[int, ...]]:
         """The promised slots; empty for an unknown cache."""
-        return {Tier[tier.upper()]: counts for tier, counts in self._content.slots.get(name, {}).items()}
+        return {Tier[tier.upper()]: counts for tier, counts in self._content.caches.get(name, {}).items()}
 
     def promised_bytes(self, name: str) -> dict[Tier, int]:
         """The bytes of the promised slots."""
@@ -436,7 +419,7 @@ class RememberedSlots:
 
     def groups(self, name: str) -> int:
         """The number of the cache's window groups."""
-        return max(map(len, self._content.slots[name].values()), default=1)
+        return max(map(len, self._content.caches[name].values()), default=1)
 
     def past_options(self, name: str, spec: str) -> Mapping[str, Any] | None:
         """Options of the present or former cache of this name and specification."""
@@ -457,7 +440,7 @@ class RememberedSlots:
             now = self._content
             others = {each: options for each, options in now.options.items() if each != name}
             self._replace(
-                slots={**now.slots, name: {str(tier): counts for tier, counts in slots.items()}},
+                caches={**now.caches, name: {str(tier): counts for tier, counts in slots.items()}},
                 options=others if past is None else others | {name: past},
                 devices={**now.devices, name: device},
                 block_bytes={**now.block_bytes, name: tuple(block_bytes) or now.block_bytes.get(name, ())},
@@ -484,28 +467,26 @@ class RememberedSlots:
         with self._changing:
             now = self._content
             self._replace(
-                slots={each: slots for each, slots in now.slots.items() if each != name},
+                caches={each: promise for each, promise in now.caches.items() if each != name},
                 options={each: past for each, past in now.options.items() if each != name},
             )
 
     def forget_gone(self, stored: Collection[str] | None, kept: Collection[str] = ()) -> None:
         """Forgets the slots of caches that cannot come back. ``stored``: caches on disk; None without a disk tier, when
         every cache with disk slots may come back. ``kept``: caches in kept memory. Raises TierIOError."""
-        disk = str(Tier.DISK)
         with self._changing:
-            slots = self._content.slots
-            names = {name for name in slots if disk in slots[name]} if stored is None else stored
-            self._replace(slots={name: slots[name] for name in slots if name in names or name in kept})
+            caches = self._content.caches
+            names = {name for name in caches if "disk" in caches[name]} if stored is None else stored
+            self._replace(caches={name: caches[name] for name in caches if name in names or name in kept})
 
     def _replace(self, **changes: Mapping[str, Any]) -> None:
         now = replace(self._content, **changes)
-        gone = [name for name in now.options if name not in now.slots][:-MAX_PAST]
-        options = {name: past for name, past in now.options.items() if name not in gone}
+        gone = [name for name in now.options if name not in now.caches][:-MAX_PAST]
         now = replace(
             now,
-            options=options,
-            devices={n: d for n, d in now.devices.items() if n in now.slots},
-            block_bytes={n: each for n, each in now.block_bytes.items() if n in now.slots},
+            options={name: past for name, past in now.options.items() if name not in gone},
+            devices={name: device for name, device in now.devices.items() if name in now.caches},
+            block_bytes={name: each for name, each in now.block_bytes.items() if name in now.caches},
         )
         if now != self._content:
             now.write(self._path)
