@@ -75,34 +75,6 @@ class FleetReport:
         return max(self.requests) * len(self.requests) / (sum(self.requests) or 1)
 
 
-class Directory:
-    """The hosts that have each block, one bit per host: a router's knowledge from the events of all hosts."""
-
-    def __init__(self, hosts: int) -> None:
-        self._hosts = hosts
-        self._holders: dict[Key, int] = {}
-
-    def note(self, host: int, served: Served) -> None:
-        holders, bit = self._holders, 1 << host
-        for key in served.stored:
-            holders[key] = holders.get(key, 0) | bit
-        for key in served.removed:
-            holders[key] ^= bit
-
-    def prefixes(self, chain: Sequence[Key]) -> list[int]:
-        """The number of leading blocks of the chain on each host."""
-        lengths, still = [0] * self._hosts, (1 << self._hosts) - 1
-        for length, key in enumerate(chain, start=1):
-            still &= self._holders.get(key, 0)
-            left = still
-            while left:
-                lengths[left.bit_length() - 1] = length
-                left ^= 1 << left.bit_length() - 1
-            if not still:
-                break
-        return lengths
-
-
 class SimulatedFleet:
     """Requests come one after another; moves, fetches and events are done at once."""
 
@@ -111,7 +83,6 @@ class SimulatedFleet:
         self.report = FleetReport([0] * shape.hosts)
         self._shape = shape
         self._choose = ROUTERS[shape.router]
-        self._directory = Directory(shape.hosts)
         self._store: set[Key] = set()
         self._parents: dict[Key, Key] = {}
         self._recent: deque[int] = deque()
@@ -119,14 +90,13 @@ class SimulatedFleet:
 
     def request(self, chain: Sequence[Key]) -> None:
         chain = chain[: self._shape.cut]
-        prefixes = self._directory.prefixes(chain)
+        prefixes = [host.prefix(chain) for host in self.hosts]  # a router knows them from events
         host = self._choose(sum(self.report.requests), prefixes, self._loads)
         self._load(host)
         near = max(prefixes) if self._shape.peers else prefixes[host]
         far = next((place for place in range(near, len(chain)) if chain[place] not in self._store), len(chain))
         self._parents.update(zip(chain[1:], chain, strict=False))
         served = self.hosts[host].request(chain)
-        self._directory.note(host, served)
         report = self.report
         report.requests[host] += 1
         report.asked += len(chain)

@@ -46,6 +46,10 @@ class Host:
         self.core.fill({}, {}, unclean=False, restarted=False)
         self._take(self.core.announce(0))
 
+    def prefix(self, chain: Sequence[Key]) -> int:
+        """The number of leading blocks of the chain that the host has."""
+        return self.core.match([GROUP], chain).blocks
+
     def request(self, chain: Sequence[Key]) -> Served:
         """Acquires the stored prefix of a chain, stores the rest, and releases both. Raises BadArgument if the chain is
         longer than the fastest tier."""
