@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -56,65 +55,45 @@ class _Object(NamedTuple):
         return xxhash.xxh3_64_intdigest(self.name.encode())
 
 
-@dataclass(slots=True)
-class _Links:
-    """Objects by number, with their parents. ``blocks``, ``parents``: ids of blocks, the same for all revisions."""
-
-    ids: array[int] = field(default_factory=lambda: array("Q"))
-    blocks: array[int] = field(default_factory=lambda: array("Q"))
-    revisions: array[int] = field(default_factory=lambda: array("Q"))
-    parents: array[int] = field(default_factory=lambda: array("Q"))
-    sizes: array[int] = field(default_factory=lambda: array("Q"))
-    minutes: array[int] = field(default_factory=lambda: array("I"))
-
-    def add(self, one: _Object, parent: Key | None) -> None:
-        self.ids.append(one.id)
-        self.blocks.append(_block_id(one.place, one.key))
-        self.revisions.append(one.place.revision)
-        self.parents.append(0 if parent is None else _block_id(one.place, parent))
-        self.sizes.append(one.nbytes)
-        self.minutes.append(int(one.used_s // 60))
-
-    def doomed(self, keep_bytes: int) -> Collection[int]:
-        """Returns the ids of the objects to delete until ``keep_bytes`` are left: the least recently used, children
-        before parents. For a thread."""
-        ids, blocks, revisions, parents, sizes = (
-            np.array(each, np.uint64) for each in (self.ids, self.blocks, self.revisions, self.parents, self.sizes)
-        )
-        by_block = np.lexsort((revisions, blocks))
-        last = np.searchsorted(blocks, parents, side="right", sorter=by_block) - 1  # the latest revision of the parent
-        found = blocks[by_block][last] == parents
-        above: list[int] = np.where(found, by_block[last], -1).tolist()
-        order = np.lexsort((_depths(above), _uses(self.minutes, above)))
-        excess = int(sizes.sum()) - keep_bytes
-        count = int(np.searchsorted(np.cumsum(sizes[order]), excess)) + 1 if excess > 0 else 0
-        return set(ids[order[:count]].tolist())
+_LINK: Final = np.dtype(
+    [(name, "<u8") for name in ("id", "block", "revision", "parent", "nbytes")] + [("minute", "<u4")]
+)
+"""An object and its parent. ``block``, ``parent``: ids of blocks, the same for all revisions; 0 = no parent.
+``minute``: of the last use."""
 
 
-def _uses(minutes: Sequence[int], above: Sequence[int]) -> Sequence[int]:
-    """Returns the last use of each object and its descendants. ``above``: the number of its parent; -1 = none."""
-    latest = list(minutes)
-    for number in np.argsort(minutes)[::-1].tolist():
-        minute, parent = latest[number], above[number]
-        while parent >= 0 and latest[parent] < minute:
-            latest[parent] = minute
-            parent = above[parent]
-    return latest
+def _link(one: _Object, parent: Key | None) -> bytes:
+    above = 0 if parent is None else _block_id(one.place, parent)
+    block = _block_id(one.place, one.key)
+    row = one.id, block, one.place.revision, above, one.nbytes, int(one.used_s // 60)
+    return np.array(row, _LINK).tobytes()
 
 
-def _depths(above: Sequence[int]) -> Sequence[int]:
-    """The negative depth of each object in its chain; a root has 0."""
-    depths = [1] * len(above)
-    for number in range(len(above)):
-        path, at = list[int](), number
-        while at >= 0 and depths[at] > 0:
-            depths[at] = 0  # ends a circle of hostile objects
-            path.append(at)
-            at = above[at]
-        depth = depths[at] if at >= 0 else 1
-        for each in reversed(path):
-            depth -= 1
-            depths[each] = depth
+def _doomed(links: bytearray, keep_bytes: int) -> Collection[int]:
+    """Returns the ids of the objects to delete until ``keep_bytes`` are left: the least recently used, children before
+    parents. A use counts for the ancestors, too. For a thread."""
+    rows = np.frombuffer(links, _LINK)
+    blocks, parents, sizes = rows["block"], rows["parent"], rows["nbytes"]
+    by_block = np.lexsort((rows["revision"], blocks))
+    last = np.searchsorted(blocks, parents, side="right", sorter=by_block) - 1  # the latest revision of the parent
+    above = np.where(blocks[by_block][last] == parents, by_block[last], -1)
+    depths, latest = _depths(above), rows["minute"].tolist()
+    for number in np.argsort(-depths).tolist():
+        if (parent := above[number]) >= 0:
+            latest[parent] = max(latest[parent], latest[number])
+    order = np.lexsort((-depths, latest))
+    excess = int(sizes.sum()) - keep_bytes
+    count = int(np.searchsorted(np.cumsum(sizes[order]), excess)) + 1 if excess > 0 else 0
+    return set(rows["id"][order[:count]].tolist())
+
+
+def _depths(above: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The depth of each object in its chain; a root has 0. ``above``: the number of its parent; -1 = none. The steps
+    upward double, which ends a circle of hostile objects, too."""
+    depths = (above >= 0).astype(np.int64)
+    for _ in range(len(above).bit_length()):
+        depths += np.where(above >= 0, depths[above], 0)
+        above = np.where(above >= 0, above[above], -1)
     return depths
 
 
@@ -166,21 +145,21 @@ class Deleter:
         return counts
 
     async def _unused(self, caches: Sequence[str], written_s: float, keep_bytes: int) -> Collection[int]:
-        links, batch = _Links(), list[_Object]()
+        links, batch = bytearray(), list[_Object]()
         async for one in self._objects(caches):
             if not one.forgotten and one.written_s >= written_s:
                 batch.append(one)
             if len(batch) == BATCH:
-                await self._link(links, batch)
+                await self._add(links, batch)
                 batch.clear()
-        await self._link(links, batch)
-        return await asyncio.to_thread(links.doomed, keep_bytes)
+        await self._add(links, batch)
+        return await asyncio.to_thread(_doomed, links, keep_bytes)
 
-    async def _link(self, links: _Links, batch: Sequence[_Object]) -> None:
+    async def _add(self, links: bytearray, batch: Sequence[_Object]) -> None:
         """Looks up the parents of objects. An unreadable object counts as a root."""
         begins = await self._store.begins([one.name for one in batch], LINK_BYTES) if batch else ()
         for one, begin in zip(batch, begins, strict=True):
-            links.add(one, parent_in(begin))
+            links += _link(one, parent_in(begin))
 
     async def _objects(self, caches: Sequence[str]) -> AsyncIterator[_Object]:
         looked_at = 0
