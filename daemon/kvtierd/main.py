@@ -132,19 +132,21 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
-    from kvtierd.serve import Manager, serve
+    from kvtierd.notify import Notifier, passed_fds, watchdog_interval_s
+    from kvtierd.serve import serve
     from kvtierd.tiers.base import TierConfigError, TierError
 
     _raise_descriptor_limit()
     _map_large_memory()
     sys.setswitchinterval(SWITCH_S)
     try:
-        manager = Manager.from_environment(os.environ)
+        notifier = Notifier.from_environment(os.environ)
+        watchdog_s, passed = watchdog_interval_s(os.environ), passed_fds(os.environ)
     except (ValueError, OSError) as error:
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
         with asyncio.Runner() as runner:
-            status = runner.run(serve(partial(read, file, flags), config, manager))
+            status = runner.run(serve(partial(read, file, flags), config, notifier, watchdog_s, passed))
             if status:
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()
@@ -152,7 +154,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     except (TierError, OSError, RuntimeError) as error:
         _log.debug("start failed", exc_info=error)
         said = loaded.located(str(error)) if isinstance(error, TierConfigError) else str(error)
-        manager.notifier.status(f"failed: {said}")
+        notifier.status(f"failed: {said}")
         _fail(EXIT_BAD_CONFIG if isinstance(error, TierConfigError) else EXIT_FAILED, said)
 
 

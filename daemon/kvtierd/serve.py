@@ -8,14 +8,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded
-from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
+from kvtierd.notify import Notifier, PassedFd
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.server import Watchdog
 
@@ -38,26 +37,18 @@ _ended: Final[list[Daemon]] = []
 """Daemons kept until the process ends: freeing a million blocks singly takes seconds."""
 
 
-@dataclass(slots=True, frozen=True)
-class Manager:
-    """The service manager, if there is one. ``watchdog_s``: seconds within which it expects a watchdog message; None =
-    no watchdog. ``passed``: the descriptors that it kept."""
+async def serve(
+    read_again: Callable[[], Loaded],
+    config: Config,
+    notifier: Notifier,
+    watchdog_s: float | None,
+    passed: Sequence[PassedFd],
+) -> int:
+    """Runs a daemon until a signal asks for its end. Returns the exit status.
 
-    notifier: Notifier
-    watchdog_s: float | None
-    passed: tuple[PassedFd, ...]
-
-    @classmethod
-    def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
-        """Takes the manager's variables out of the environment. Raises ValueError if they make no sense."""
-        return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
-
-
-async def serve(read_again: Callable[[], Loaded], config: Config, manager: Manager) -> int:
-    """Runs a daemon until a signal asks for its end. Returns the exit status. ``read_again``: reads the configuration
-    for a reload; raises :class:`ConfigError`."""
+    ``read_again``: reads the configuration for a reload; raises :class:`ConfigError`. ``watchdog_s``: seconds within
+    which the manager expects a watchdog message; None = no watchdog. ``passed``: the descriptors that it kept."""
     loop = asyncio.get_running_loop()
-    notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -65,12 +56,12 @@ async def serve(read_again: Callable[[], Loaded], config: Config, manager: Manag
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # blocked by a supervisor until now
     notifier.status("starting: opening caches")
     async with _beside(_take_long(notifier), "extend"):
-        daemon = await Daemon.start(config, notifier, manager.passed)
+        daemon = await Daemon.start(config, notifier, passed)
     _keep_collections_short()
     reloading = loop.create_task(_reload_when_asked(reload, read_again, daemon, notifier), name="reload")
     feeding: AbstractAsyncContextManager[None] = nullcontext()
-    if manager.watchdog_s is not None:
-        feeding = _beside(Watchdog(notifier, manager.watchdog_s, daemon.stalled_s).run(), "watchdog")
+    if watchdog_s is not None:
+        feeding = _beside(Watchdog(notifier, watchdog_s, daemon.stalled_s).run(), "watchdog")
     async with feeding:
         notifier.ready(_serving(daemon))
         tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""

@@ -85,26 +85,16 @@ class BlockEvent:
     capacity: tuple[tuple[Tier, int], ...] = ()
 
 
-NO_END: Final = 1 << 64
-
-
 class EventSequencer:
     """Assigns event ids, contiguous in an epoch. All caches of a daemon share one sequencer."""
 
     def __init__(self, last: int = 0) -> None:
         self._last = last
-        self._sure = NO_END
-        """Ids up to this one may be assigned; :meth:`_extend` raises the limit."""
 
     @property
     def last(self) -> EventId:
         return EventId(self._last)
 
     def take(self) -> EventId:
-        if self._last >= self._sure:
-            self._extend()
         self._last += 1
         return EventId(self._last)
-
-    def _extend(self) -> None:
-        """Raises ``_sure`` above the last id."""

@@ -98,7 +98,7 @@ Slots = Mapping[Tier, tuple[int, ...]]
 CACHES: Final = "caches"
 """The directory below the state directory that has the budgets of caches."""
 KIND: Final = "budgets"
-_VERSION: Final = 3
+_VERSION: Final = 2
 MAX_PAST: Final = 512
 """Most removed caches whose options are remembered; the latest stay."""
 
@@ -333,23 +333,16 @@ class PastOptions:
 
 
 @dataclass(slots=True, frozen=True)
-class _Promise:
-    """``slots``: by name of the tier, by window group. ``device``: its id. ``block_bytes``: by window group."""
-
-    slots: Mapping[str, tuple[int, ...]]
-    device: str
-    block_bytes: tuple[int, ...]
-
-
-@dataclass(slots=True, frozen=True)
 class _Content:
-    """The content of :class:`RememberedSlots`. ``caches``, ``options``: by name of the cache. ``shares``: bytes by name
-    of the share. ``gpus``: uuids by the names in the configuration."""
+    """The content of :class:`RememberedSlots`, by name of the cache. ``caches``: slots by name of the tier. ``shares``:
+    bytes by name of the share. ``gpus``: uuids by the names in the configuration. ``block_bytes``: by window group."""
 
-    caches: Mapping[str, _Promise] = field(default_factory=dict)
+    caches: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, PastOptions] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
     gpus: Mapping[str, str] = field(default_factory=dict)
+    block_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -383,9 +376,6 @@ class _Content:
             superblock.write_superblock(path, KIND, {"version": _VERSION} | asdict(self))
 
 
-_NOTHING: Final = _Promise({}, "", ())
-
-
 class RememberedSlots:
     """The promised slots and the device of all caches, in a file that is written whole or not at all. Blocks; for any
     thread. A cache may have less than its promise after a start with smaller tiers: see ``service/promises.py``.
@@ -406,12 +396,11 @@ class RememberedSlots:
 
     def get(self, name: str) -> dict[Tier, tuple[int, ...]]:
         """The promised slots; empty for an unknown cache."""
-        promise = self._content.caches.get(name, _NOTHING)
-        return {Tier[tier.upper()]: counts for tier, counts in promise.slots.items()}
+        return {Tier[tier.upper()]: counts for tier, counts in self._content.caches.get(name, {}).items()}
 
     def promised_bytes(self, name: str) -> dict[Tier, int]:
         """The bytes of the promised slots."""
-        each = self._content.caches.get(name, _NOTHING).block_bytes
+        each = self._content.block_bytes.get(name, ())
         return {tier: sum(map(mul, counts, each)) for tier, counts in self.get(name).items()}
 
     @property
@@ -426,12 +415,11 @@ class RememberedSlots:
 
     def device(self, name: str) -> str | None:
         """The id of the cache's device, "" if the cache has none; None if it is not remembered."""
-        promise = self._content.caches.get(name)
-        return None if promise is None else promise.device
+        return self._content.devices.get(name)
 
     def groups(self, name: str) -> int:
         """The number of the cache's window groups."""
-        return max(map(len, self._content.caches[name].slots.values()), default=1)
+        return max(map(len, self._content.caches[name].values()), default=1)
 
     def past_options(self, name: str, spec: str) -> Mapping[str, Any] | None:
         """Options of the present or former cache of this name and specification."""
@@ -450,11 +438,13 @@ class RememberedSlots:
         = as before. Raises TierIOError."""
         with self._changing:
             now = self._content
-            each = tuple(block_bytes) or now.caches.get(name, _NOTHING).block_bytes
-            promise = _Promise({str(tier): counts for tier, counts in slots.items()}, device, each)
-            others = {other: options for other, options in now.options.items() if other != name}
-            options = others if past is None else others | {name: past}
-            self._replace(caches={**now.caches, name: promise}, options=options)
+            others = {each: options for each, options in now.options.items() if each != name}
+            self._replace(
+                caches={**now.caches, name: {str(tier): counts for tier, counts in slots.items()}},
+                options=others if past is None else others | {name: past},
+                devices={**now.devices, name: device},
+                block_bytes={**now.block_bytes, name: tuple(block_bytes) or now.block_bytes.get(name, ())},
+            )
 
     @property
     def shares(self) -> Mapping[str, int]:
@@ -486,13 +476,18 @@ class RememberedSlots:
         every cache with disk slots may come back. ``kept``: caches in kept memory. Raises TierIOError."""
         with self._changing:
             caches = self._content.caches
-            names = {name for name in caches if "disk" in caches[name].slots} if stored is None else stored
+            names = {name for name in caches if "disk" in caches[name]} if stored is None else stored
             self._replace(caches={name: caches[name] for name in caches if name in names or name in kept})
 
     def _replace(self, **changes: Mapping[str, Any]) -> None:
         now = replace(self._content, **changes)
         gone = [name for name in now.options if name not in now.caches][:-MAX_PAST]
-        now = replace(now, options={name: past for name, past in now.options.items() if name not in gone})
+        now = replace(
+            now,
+            options={name: past for name, past in now.options.items() if name not in gone},
+            devices={name: device for name, device in now.devices.items() if name in now.caches},
+            block_bytes={name: each for name, each in now.block_bytes.items() if name in now.caches},
+        )
         if now != self._content:
             now.write(self._path)
             self._content = now

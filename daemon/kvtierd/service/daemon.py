@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvtierd.config import LIVE, Config
+from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
@@ -47,7 +48,7 @@ from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.turns import Turns
 from kvtierd.service.unauthenticated import UnauthenticatedCalls
-from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
+from kvtierd.state import EVENT_LOG, StateDir
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.superblock import exposure
@@ -131,7 +132,7 @@ class Daemon:
         store: RemoteStore | None,
         spans: Spans | None,
     ) -> None:
-        state, life = directories.state, directories.state.identity
+        life = directories.state.identity
         self._config = config
         self.config_problems: tuple[str, ...] = ()
         """Why the last reload of the configuration did not take effect, or not for every key."""
@@ -140,7 +141,7 @@ class Daemon:
         self._directories: Final = directories
         self._phase = "starting"
         """starting, serving or stopping."""
-        self._sequencer: Final = DurableSequencer(state)
+        self._sequencer: Final = EventSequencer(life.last)
         headers: dict[CacheId, CacheHeader] = {}
         self._log: Final = directories.log
         self._hub: Final = EventHub(

@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Final, Self
 
@@ -127,8 +126,8 @@ class EventHub:
     _bytes: int = field(default=0, init=False)
     _asked: tuple[int, int, int] | None = field(default=None, init=False)
     _answer: EventRun | None = field(default=None, init=False)
-    _waiting: dict[asyncio.Future[bool], None] = field(default_factory=dict, init=False)
-    """Callers that wait for news, in order of arrival."""
+    _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set with the next news, and replaced."""
     _woken: float = field(default=-BUSY_S, init=False)
 
     def __post_init__(self) -> None:
@@ -192,9 +191,8 @@ class EventHub:
 
     def _wake(self) -> None:
         self._woken = asyncio.get_running_loop().time()
-        waiting, self._waiting = self._waiting, {}  # later callers wait for the next news
-        for waiter in waiting:
-            _answer(waiter, True)
+        self._news.set()
+        self._news = asyncio.Event()
 
     def latest(self) -> list[tuple[BlockEvent, str]]:
         """The latest events of this life, the oldest first, with the names of their caches."""
@@ -208,21 +206,15 @@ class EventHub:
         logged = None if self._log is None else self._log.oldest
         return self._oldest_in_memory if logged is None else min(logged, self._oldest_in_memory)
 
-    async def news(self, cursor: int, until: float = inf) -> bool:
+    async def news(self, cursor: int, until: float | None = None) -> bool:
         """Waits for an event above the cursor, or for the hub's close. Returns False if neither came ``until`` then, by
         the loop's clock."""
         while self.readable <= cursor and not self.closed:
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[bool] = loop.create_future()
-            timer = None if until == inf else loop.call_at(until, _answer, waiter, False)
-            self._waiting[waiter] = None
             try:
-                if not await waiter:
-                    return False
-            finally:
-                self._waiting.pop(waiter, None)
-                if timer is not None:
-                    timer.cancel()
+                async with asyncio.timeout_at(until):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
         return True
 
     async def turn(self, until: float) -> bool:
@@ -344,11 +336,6 @@ class EventHub:
 
     def _following(self, epoch: int) -> tuple[int, int] | None:
         return next((entry for entry in self._epochs() if entry[1] > epoch), None)
-
-
-def _answer(waiter: asyncio.Future[bool], news: bool) -> None:
-    if not waiter.done():
-        waiter.set_result(news)
 
 
 def _run_length(events: Sequence[BlockEvent]) -> int:

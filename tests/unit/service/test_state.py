@@ -1,16 +1,12 @@
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtierd import state
-from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
-from kvtierd.tiers.base import LockedDirectory, TierIOError
+from kvtierd.state import LIFE_IDS, StateDir
+from kvtierd.tiers.base import LockedDirectory
 from kvtierd.tiers.disk import superblock
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock
 
@@ -19,6 +15,20 @@ def life(path: Path) -> StateDir:
     opened = StateDir.open(path)
     opened.begin()
     return opened
+
+
+def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tmp_path: Path) -> None:
+    first = life(tmp_path)
+    assert first.identity.last == 0
+    first.close(None)  # as a crash would leave it
+    second = life(tmp_path)
+    assert second.identity.unclean
+    assert (second.identity.epoch, second.identity.boot) == (2, 2)
+    assert second.identity.epoch_first == second.identity.last + 1 > LIFE_IDS
+    second.close(None)
+    third = life(tmp_path)
+    assert (third.identity.epoch, third.identity.boot) == (3, 3)
+    third.close(None)
 
 
 def test_a_directory_that_another_daemon_makes_its_own_meanwhile_is_locked(tmp_path, monkeypatch) -> None:
@@ -49,7 +59,7 @@ def test_a_log_that_is_behind_changes_nothing(tmp_path: Path, clean: bool, epoch
 
 
 @pytest.mark.parametrize("clean", [True, False])
-@pytest.mark.parametrize(("epoch", "last"), [(1, 5 * RESERVED_IDS), (4, 5 * RESERVED_IDS), (4, 3)])
+@pytest.mark.parametrize(("epoch", "last"), [(1, 5 * LIFE_IDS), (4, 5 * LIFE_IDS), (4, 3)])
 def test_a_state_that_is_behind_the_log_begins_an_epoch_above_it(
     tmp_path: Path, clean: bool, epoch: int, last: int
 ) -> None:
@@ -59,8 +69,8 @@ def test_a_state_that_is_behind_the_log_begins_an_epoch_above_it(
     now = opened.identity
     assert now.unclean
     assert now.epoch == epoch + 1
-    assert now.epoch_first == now.last + 1 == DurableSequencer(opened).take()
-    assert now.last >= last + RESERVED_IDS
+    assert now.epoch_first == now.last + 1
+    assert now.last >= last + LIFE_IDS
     opened.close(None)
     again = life(tmp_path)
     assert (again.identity.epoch, again.identity.epoch_first > now.epoch_first) == (epoch + 2, True)
@@ -113,7 +123,6 @@ for life in range(3):
     opened = StateDir.open(home / "state")
     assert (opened.identity.epoch, opened.identity.last) == (1, 5 + life)
     opened.begin()
-    opened.reserve(1 << 40)
     opened.close(6 + life)
 """
 
@@ -126,61 +135,6 @@ def test_a_full_disk_keeps_no_life_from_beginning(tmp_path: Path) -> None:
     command = [*mounted, "sh", "-c", shell, "sh", str(tmp_path), sys.executable, LIVES_ON_A_FULL_DISK]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_ids_stay_below_what_is_durable_while_a_thread_moves_the_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "RESERVED_IDS", 64)
-    opened = life(tmp_path)
-    ids = DurableSequencer(opened)
-    for expected in range(1, 1001):
-        assert ids.take() == expected
-        durable = int((tmp_path / SUPERBLOCK).read_text().split('"last":')[1].split("\n")[0])
-        assert expected <= durable
-    opened.close(1000)
-
-
-def test_the_mark_moves_ahead_of_need_without_the_caller_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = life(tmp_path)
-    ids = DurableSequencer(opened)
-    callers: list[str] = []
-    monkeypatch.setattr(StateDir, "reserve", _recording(callers, StateDir.reserve))
-    for _ in range(RESERVED_IDS // 2 + 1):
-        ids.take()
-    deadline = time.monotonic() + 5
-    while opened.mark <= RESERVED_IDS and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert opened.mark == 2 * RESERVED_IDS
-    assert set(callers) == {"kvtierd-ids"}
-    opened.close(None)
-
-
-def test_no_id_above_the_mark_leaves_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "RESERVED_IDS", 8)
-    opened = life(tmp_path)
-    ids = DurableSequencer(opened)
-
-    def full(*_: object, **__: object) -> None:
-        raise TierIOError(28, "No space left on device")
-
-    monkeypatch.setattr(superblock, "write_superblock", full)
-    given = []
-    with pytest.raises(TierIOError):
-        while True:
-            given.append(ids.take())
-    assert max(given) == 8
-    opened.close(None)
-
-
-def _recording(callers: list[str], real: Callable[[StateDir, int], None]) -> Callable[[StateDir, int], None]:
-    def reserve(self: StateDir, mark: int) -> None:
-        callers.append(threading.current_thread().name)
-        real(self, mark)
-
-    return reserve
 
 
 def test_a_history_is_kept_over_all_lives_of_a_state_and_by_no_other(tmp_path: Path) -> None:
