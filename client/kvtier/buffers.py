@@ -96,7 +96,7 @@ def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None =
     if isinstance(blocks, Pages):
         blocks.require("blocks", count, block_bytes)
         blocks.require_whole("blocks")
-        pages = _in_reach(blocks, reach)
+        pages = blocks.within(reach)
         return blocks.gathered() if pages is None else pages
     whole = _one_array(blocks, count, block_bytes)
     if whole is not None:
@@ -132,7 +132,7 @@ def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = No
     if isinstance(out, Pages):
         out.require("out", count, block_bytes)
         out.require_writable("out")
-        pages = None if reach is None else _in_reach(out, reach)
+        pages = None if reach is None else out.within(reach)
         return out.staging("out") if pages is None else pages
     whole = _one_array(out, count, block_bytes)
     if whole is not None and whole.flags.writeable:
@@ -156,11 +156,6 @@ def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Ro
         return flat
     limit = "writable; one of a GPU C-contiguous, and for a get from slots that are mapped for it"
     raise InvalidArgument(field, "an array that is not", limit)
-
-
-def _in_reach(pages: Pages, reach: Reach | None) -> Pages | None:
-    """The pages, for direct copies to or from slots; None if they lie on a GPU out of reach."""
-    return pages.within(reach if reach is not None else lambda array: None)
 
 
 def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:

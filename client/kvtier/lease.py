@@ -505,7 +505,6 @@ class LeaseBook:
             raise
         if request.release:
             lease.released = True
-            self._leases.discard(lease)
             self._untouched([lease])
             self._ending.discard(lease)
         if reply.HasField("ahead"):
@@ -515,58 +514,55 @@ class LeaseBook:
     @property
     def out(self) -> list[Lease]:
         """Leases that are not released yet."""
-        return list(self._leases)
+        return [lease for lease in self._leases if not lease.released]
 
     async def release(self, leases: Iterable[Hold], stream: Stream | None, timeout: float | None) -> None:
-        given = [part for lease in leases for part in lease.groups]
-        live, deadline = [lease for lease in given if not lease.released], self._deadline(timeout)
+        live = [part for lease in leases for part in lease.groups if not part.released]
         if not live:
             return
-        fence = fence_of(live, stream)
-        for lease in live:
-            lease.released = True
-        self._leases.difference_update(live)
+        fence, deadline = fence_of(live, stream), self._deadline(timeout)
         ending = self._ending.intersection(live)  # read now: an answered commit forgets its lease
-        await self._to_the_end(self._release(live, ending, fence, deadline))
+
+        def mark(released: bool) -> None:
+            for lease in live:
+                lease.released = released
+
+        async def tell() -> None:
+            self._untouched(live)
+            await self._tell(live, ending, deadline)
+            self._forgotten.difference_update(live)
+
+        await self._to_the_end(mark, tell, fence, deadline)
 
     async def give_back(
         self, lease: Lease, places: Sequence[int], stream: Stream | None, timeout: float | None
     ) -> None:
         """See :meth:`Lease.give_back`, which is the way to call this."""
         fence, deadline = fence_of([lease], stream), self._deadline(timeout)
-        lease._set_given_back(places, True)
-        await self._to_the_end(self._give_back(lease, places, fence, deadline))
+        slots = [lease.slots[index] for index in places]
+        tell = partial(self._binder.release, lease.binding, [lease.id], deadline, slots)
+        await self._to_the_end(partial(lease._set_given_back, places), tell, fence, deadline)
 
-    async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
-        """Awaits a release, which goes on by itself if the caller is cancelled."""
-        work = asyncio.ensure_future(giving_back)
+    async def _to_the_end(
+        self, mark: Callable[[bool], None], tell: Callable[[], Awaitable[None]], fence: Fence, deadline: Deadline
+    ) -> None:
+        """Gives slots back, also if the caller is cancelled. After a failure they are as they were, to be given back
+        again."""
+
+        async def give_back() -> None:
+            try:
+                await passing(fence, deadline)
+                await tell()
+            except (errors.RetryableError, errors.DeviceError):
+                mark(False)
+                raise
+
+        mark(True)
+        work = asyncio.ensure_future(give_back())
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             self._binder.later(work, "release after its caller was cancelled")
-            raise
-
-    async def _release(
-        self, leases: Sequence[Lease], ending: Collection[Lease], fence: Fence, deadline: Deadline
-    ) -> None:
-        """Releases leases. A failure leaves the leases as they were, to be released again."""
-        try:
-            await passing(fence, deadline)
-            self._untouched(leases)
-            await self._tell(leases, ending, deadline)
-        except (errors.RetryableError, errors.DeviceError):
-            for lease in leases:
-                lease.released = False
-            self._leases.update(leases)
-            raise
-        self._forgotten.difference_update(leases)
-
-    async def _give_back(self, lease: Lease, places: Sequence[int], fence: Fence, deadline: Deadline) -> None:
-        try:
-            await passing(fence, deadline)
-            await self._binder.release(lease.binding, [lease.id], deadline, [lease.slots[index] for index in places])
-        except (errors.RetryableError, errors.DeviceError):
-            lease._set_given_back(places, False)
             raise
 
     async def _tell(self, leases: Sequence[Lease], ending: Collection[Lease], deadline: Deadline) -> None:

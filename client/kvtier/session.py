@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -122,17 +123,7 @@ class Session:
 
     async def open(self) -> None:
         """Attaches, retrying for ``wait`` seconds (0: one attempt). Raises :class:`DaemonUnavailable`."""
-        until = asyncio.get_running_loop().time() + self._wait
-        backoff = Backoff()
-        while True:
-            try:
-                self._set_link(await self._attach(None))
-                break
-            except errors.RetryableError:
-                delay = backoff.next()
-                if asyncio.get_running_loop().time() + delay > until:
-                    raise
-                await asyncio.sleep(delay)
+        self._set_link(await self._attach_within(self._wait, None))
         self._keeper = asyncio.create_task(self._keep_attached())
         _open.add(self)
 
@@ -464,7 +455,7 @@ class Session:
         while self._link is not None:
             await self._link.attach.closed.wait()
             try:
-                self._set_link(await self._attach_again(self._link))
+                self._set_link(await self._attach_within(math.inf, self._link))
             except (errors.CallerError, errors.DaemonError) as error:
                 return self._give_up(error)  # the daemon refuses this client for good
             except Exception as error:  # noqa: BLE001  a client bug: no task attaches any more, so calls must not wait
@@ -480,14 +471,18 @@ class Session:
         self.reachable = False
         self._changed.set()
 
-    async def _attach_again(self, old: Link) -> Link:
-        backoff = Backoff()
+    async def _attach_within(self, seconds: float, old: Link | None) -> Link:
+        until, backoff = asyncio.get_running_loop().time() + seconds, Backoff()
         while True:
             try:
                 return await self._attach(old)
             except errors.RetryableError:
-                self._lose()
-                await asyncio.sleep(backoff.next())
+                delay = backoff.next()
+                if asyncio.get_running_loop().time() + delay > until:
+                    raise
+                if old is not None:
+                    self._lose()
+                await asyncio.sleep(delay)
 
     async def _attach(self, old: Link | None) -> Link:
         """Attaches and returns a new link; the old session continues if the daemon knows it."""

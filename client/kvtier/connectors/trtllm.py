@@ -136,7 +136,6 @@ class _Scheduler:
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg]
         self._planner: Planner | None = None
-        self._layout: Layout | None = None
         self._requests: dict[int, _OfferedRequest] = {}
         self._allocated: dict[int, Mapping[int, Sequence[int]]] = {}
         self._parked: set[int] = set()
@@ -149,7 +148,6 @@ class _Scheduler:
 
     def open(self, layout: Layout, options: EngineOptions) -> bool:
         """Opens the cache for the leader's worker, before the first request. Returns whether the cache is open."""
-        self._layout = layout
         self._planner = Planner.open(layout, options)
         atexit.register(self.close)
         return self._planner.leader.answers
@@ -162,9 +160,9 @@ class _Scheduler:
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         scope = _scope(request)
-        if self._planner is None or self._layout is None or scope is None:
+        if self._planner is None or scope is None:
             return 0, False
-        name, size, tokens = str(request.request_id), self._layout.tokens, request.get_tokens(0)
+        name, size, tokens = str(request.request_id), self._planner.layout.tokens, request.get_tokens(0)
         # A block that the engine has in part is loaded as a whole: the part is the request's own copy.
         first = num_computed_tokens - num_computed_tokens % size
         if self._ahead:
@@ -204,14 +202,14 @@ class _Scheduler:
             self._allocated[request.request_id] = dict(enumerate(ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> _Step | None:
-        if self._planner is None or self._layout is None:
+        if (planner := self._planner) is None:
             return None
         for number, pages in self._allocated.items():
             if (state := self._requests.get(number)) is None:
                 continue
             if taken := state.unseen:
-                first = state.start - state.start % self._layout.tokens
-                self._planner.allocated(str(number), pages, state.end - first, sync=not state.asynchronous)
+                first = state.start - state.start % planner.layout.tokens
+                planner.allocated(str(number), pages, state.end - first, sync=not state.asynchronous)
                 state.loaded = state.end
             if state.asynchronous:  # the engine waits for the end of the load, even if it took no token of it
                 state.unseen = 0
@@ -223,13 +221,14 @@ class _Scheduler:
         for data in scheduled:
             if (state := self._requests.get(data.request_id)) is not None:
                 fault = fault or _unbrought(state, data.computed_position)
-                self._schedule(self._planner, self._layout, state, data, leaving)
-        return _Step(self._planner.step(), bool(scheduled), dict(leaving), fault)
+                self._schedule(planner, state, data, leaving)
+        return _Step(planner.step(), bool(scheduled), dict(leaving), fault)
 
     def _schedule(
-        self, planner: Planner, layout: Layout, state: _OfferedRequest, data: Any, leaving: defaultdict[int, list[int]]
+        self, planner: Planner, state: _OfferedRequest, data: Any, leaving: defaultdict[int, list[int]]
     ) -> None:
         """Notes a scheduled request. ``data`` has the tokens and pages that are new since its last step."""
+        layout = planner.layout
         state.tokens += len(data.new_tokens)
         if (new := state.tokens - state.chained) > 0 and not self._drafts:
             state.chain.extend(data.new_tokens[-new:])
@@ -258,7 +257,7 @@ class _Scheduler:
         self._allocated.pop(request.request_id, None)
         if self._planner is None:
             return False
-        if self._drafts and state is not None and self._layout is not None:
+        if self._drafts and state is not None:
             tokens = request.get_tokens(0)
             state.chain.extend(tokens[state.chained :])
             computed = len(tokens) - 1  # the last token has no keys and values yet

@@ -230,7 +230,7 @@ class Mover:
         if not planes.on_gpu or cache is None:
             return rows
         # If no GPU reaches the slots, pages on a GPU come through the CPU's memory.
-        there = rows.within(cache.inner.reach(Tier.HOST) or (lambda _: None))
+        there = rows.within(cache.inner.reach(Tier.HOST))
         if there is None or there.gpu is None or stream is None:
             return there or rows
         return replace(there, after=(fence_over([there.gpu], stream),))

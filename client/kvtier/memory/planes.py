@@ -179,11 +179,13 @@ class Pages:
             if plane.readonly:
                 raise InvalidArgument(field, f"planes of which number {number} is read-only", "writable")
 
-    def within(self, reach: Callable[[OnGpu], Gpu | None]) -> Pages | None:
+    def within(self, reach: Callable[[OnGpu], Gpu | None] | None) -> Pages | None:
         """The same pages, for copies by the GPU that ``reach`` finds for all planes, after the present work of their
-        streams. None: ``reach`` finds no such GPU."""
+        streams. None: ``reach`` finds no such GPU, or is None."""
         if self.gpu is not None or not self.planes.on_gpu:
             return self
+        if reach is None:
+            return None
         arrays: list[Any] = [plane.array for plane in self.planes.planes]
         gpu, *others = {reach(array) for array in arrays}
         if gpu is None or others:
