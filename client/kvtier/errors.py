@@ -201,8 +201,10 @@ def fault_of(error: AioRpcError) -> Fault:
 
 def error_of(fault: Fault) -> KvtierError:
     """The exception for a fault, chosen by its reason if that is known, else by its status."""
-    make = _BY_REASON.get(fault.reason) or _BY_CODE.get(fault.code, _plain(DaemonError))
-    return make(fault)
+    name = fault.reason if fault.reason in KINDS or fault.reason in _DETAILED else fault.code.name
+    if name in _DETAILED:
+        return _DETAILED[name](fault)
+    return KINDS.get(name, DaemonError)(fault.message or fault.code.name, reason=fault.reason)
 
 
 def chain_error(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> KvtierError:
@@ -213,14 +215,7 @@ def chain_error(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> KvtierError
         return tier_full(message, chain.detail)
     if chain.refusal == "TOO_SHORT":
         return TooShort(message, matched=chain.matched, reason=chain.refusal)
-    return _OF_CHAINS.get(chain.refusal, DaemonError)(message, reason=chain.refusal)
-
-
-_OF_CHAINS: Final[Mapping[str, type[KvtierError]]] = {
-    "DEADLINE": DeadlineExceeded,
-    "TIER_OFFLINE": TierOffline,
-    "CANCELLED": DaemonUnavailable,
-}
+    return KINDS.get(chain.refusal, DaemonError)(message, reason=chain.refusal)
 
 
 def link_is_broken(fault: Fault) -> bool:
@@ -232,12 +227,6 @@ def link_is_broken(fault: Fault) -> bool:
 
 _TIER_REASONS: Final = frozenset({"TIER_OFFLINE", "TIER_FAILED"})
 """Reasons of UNAVAILABLE that concern a tier: the daemon itself is well."""
-
-_Make = Callable[[Fault], KvtierError]
-
-
-def _plain(kind: type[KvtierError]) -> _Make:
-    return lambda fault: kind(fault.message or fault.code.name, reason=fault.reason)
 
 
 def _invalid_argument(fault: Fault) -> KvtierError:
@@ -276,30 +265,43 @@ def _compacted(fault: Fault) -> KvtierError:
     return CursorCompacted(fault.message, oldest=oldest, reason=fault.reason)
 
 
-_BY_REASON: Final[Mapping[str, _Make]] = {
-    "CHECKSUM_MISMATCH": _plain(DamagedTransfer),
-    "UNKNOWN_LEASE": _plain(LeaseError),
-    "FOREIGN_LEASE": _plain(LeaseError),
+def _exhausted(fault: Fault) -> KvtierError:
+    """Of a tier, or without a reason one of gRPC's own limits on calls or message size."""
+    if not fault.detail.reason:
+        return RetryableError(fault.message or fault.code.name, reason=fault.reason)
+    return tier_full(fault.message, fault.detail)
+
+
+_DETAILED: Final[Mapping[str, Callable[[Fault], KvtierError]]] = {
+    "INVALID_ARGUMENT": _invalid_argument,
+    "OUT_OF_RANGE": _compacted,
+    "RESOURCE_EXHAUSTED": _exhausted,
     "STILL_HELD": _still_held,
-    "TIER_OFFLINE": _plain(TierOffline),
-    "TIER_FAILED": _plain(TierOffline),
-    "TOO_MANY_OF_IDENTITY": _plain(RetryableError),
-    "NO_DESCRIPTOR": _plain(RetryableError),
-    "TOO_MANY_CALLS": _plain(RetryableError),
-    "TOO_MANY_WATCHES": _plain(RetryableError),
-    "RESOURCE_EXHAUSTED": _plain(RetryableError),  # gRPC's own limits on calls or message size; no detail
 }
 
-_BY_CODE: Final[Mapping[grpc.StatusCode, _Make]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: _invalid_argument,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: lambda fault: tier_full(fault.message, fault.detail),
-    grpc.StatusCode.DEADLINE_EXCEEDED: _plain(DeadlineExceeded),
-    grpc.StatusCode.UNAVAILABLE: _plain(DaemonUnavailable),
-    grpc.StatusCode.CANCELLED: _plain(DaemonUnavailable),
-    grpc.StatusCode.NOT_FOUND: _plain(NotFound),
-    grpc.StatusCode.FAILED_PRECONDITION: _plain(CallerError),
-    grpc.StatusCode.PERMISSION_DENIED: _plain(PermissionDenied),
-    grpc.StatusCode.UNAUTHENTICATED: _plain(PermissionDenied),
-    grpc.StatusCode.OUT_OF_RANGE: _compacted,
-    grpc.StatusCode.DATA_LOSS: _plain(DataLoss),
+KINDS: Final[Mapping[str, type[KvtierError]]] = {
+    "CHECKSUM_MISMATCH": DamagedTransfer,
+    "DEADLINE": DeadlineExceeded,
+    "FOREIGN_LEASE": LeaseError,
+    "NO_DESCRIPTOR": RetryableError,
+    "TIER_FAILED": TierOffline,
+    "TIER_OFFLINE": TierOffline,
+    "TOO_MANY_CALLS": RetryableError,
+    "TOO_MANY_DESCRIPTORS": RetryableError,
+    "TOO_MANY_OF_IDENTITY": RetryableError,
+    "TOO_MANY_SESSIONS": RetryableError,
+    "TOO_MANY_WATCHES": RetryableError,
+    "UNKNOWN_CACHE": NotFound,
+    "UNKNOWN_LEASE": LeaseError,
+    # names of statuses
+    "CANCELLED": DaemonUnavailable,
+    "DATA_LOSS": DataLoss,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "FAILED_PRECONDITION": CallerError,
+    "INTERNAL": DaemonError,
+    "NOT_FOUND": NotFound,
+    "PERMISSION_DENIED": PermissionDenied,
+    "UNAUTHENTICATED": PermissionDenied,
+    "UNAVAILABLE": DaemonUnavailable,
 }
+"""The exception of a reason, or else of a status, wherever the daemon tells it."""

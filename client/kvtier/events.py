@@ -274,18 +274,17 @@ def split_hashes(packed: bytes, count: int) -> list[bytes]:
     return [packed[place * size : (place + 1) * size] for place in range(count)]
 
 
+def _block(key: bytes, residency: int, priority: int) -> dict[str, Any]:
+    places = [str(tier) for tier in tiers_of(residency)]
+    return {"block_hash": key.hex(), "cache_level": fastest(residency), "residency": places, "priority": priority}
+
+
 def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
     rows = zip(
         split_keys(item.packed_keys), split_keys(item.packed_parents), item.residency, item.priorities, strict=True
     )
     blocks: list[dict[str, Any]] = [
-        {
-            "block_hash": key.hex(),
-            "parent_hash": None if parent == ROOT_PARENT else parent.hex(),
-            "cache_level": fastest(residency),
-            "residency": [str(tier) for tier in tiers_of(residency)],
-            "priority": priority,
-        }
+        _block(key, residency, priority) | {"parent_hash": None if parent == ROOT_PARENT else parent.hex()}
         for key, parent, residency, priority in rows
     ]
     for block, name in zip(blocks, item.hashes, strict=False):
@@ -302,15 +301,7 @@ def _left(event: Event) -> dict[str, Any]:
 def _updated(event: Event) -> dict[str, Any]:
     rows = zip(event.keys, event.residency, event.priorities, strict=True)
     body: dict[str, Any] = {
-        "blocks": [
-            {
-                "block_hash": key.hex(),
-                "cache_level": fastest(residency),
-                "residency": [str(tier) for tier in tiers_of(residency)],
-                "priority": priority,
-            }
-            for key, residency, priority in rows
-        ],
+        "blocks": [_block(*row) for row in rows],
         "cache_level": None,
     }
     if event.moved_from is None or event.moved_to is None:

@@ -137,21 +137,12 @@ def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, fo
 
 def as_object(info: CacheInfo) -> dict[str, Any]:
     """Converts a cache for JSON, with sizes in bytes. Includes the specification's model, dtype and block sizes."""
+    own = ("cache_id", "name", "blocks", "sessions", "idle_s", "last_user", "device", "not_served")
+    of_spec = ("model", "dtype", "tokens_per_block", "rank", "world_size")
     return {
-        "cache_id": info.cache_id,
-        "name": info.name,
-        "model": info.spec.model,
-        "dtype": info.spec.dtype,
-        "tokens_per_block": info.spec.tokens_per_block,
-        "rank": info.spec.rank,
-        "world_size": info.spec.world_size,
+        **{name: getattr(info, name) for name in own},
+        **{name: getattr(info.spec, name) for name in of_spec},
         "fingerprint": info.fingerprint.hex(),
-        "blocks": info.blocks,
-        "sessions": info.sessions,
-        "idle_s": info.idle_s,
-        "last_user": info.last_user,
-        "device": info.device,
-        "not_served": info.not_served,
         "groups": [
             {
                 "group": group.group,

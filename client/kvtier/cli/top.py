@@ -48,13 +48,6 @@ class Look:
     refused: str = ""
     away: str = ""
 
-    def of_cache(self, name: str) -> Look:
-        return replace(
-            self,
-            stats=_of_cache(self.stats, name),
-            before=_of_cache(self.before, name) if self.before is not None else None,
-        )
-
     def total(self, counter: Callable[[CacheStats], int]) -> int:
         return sum(map(counter, self.stats.caches))
 
@@ -147,10 +140,6 @@ def _keys(interrupts: Interrupts) -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _of_cache(stats: DaemonStats, name: str) -> DaemonStats:
-    return replace(stats, caches=tuple(cache for cache in stats.caches if cache.name == name))
-
-
 def screen(look: Look, address: str) -> RenderableType:
     parts = (status.tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
     return Group(status.head(look.stats, address, look.away), *status.spaced(parts))
@@ -176,6 +165,11 @@ def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
     return lambda cache: sum(getattr(each, field) for each in cache.edges if each.edge == edge)
 
 
+def _of_cache(name: str, field: str) -> Callable[[CacheStats], int]:
+    """Returns a counter of one cache."""
+    return lambda cache: getattr(cache, field) if cache.name == name else 0
+
+
 def _hits(look: Look) -> Table:
     counters: list[Callable[[CacheStats], int]] = [attrgetter(name) for name in status.COUNTERS]
     total = [look.total(counter) for counter in counters]
@@ -190,7 +184,6 @@ def _caches(look: Look) -> RenderableType:
     found = sorted(look.stats.caches, key=lambda cache: -cache.blocks)
     rows: list[Sequence[RenderableType]] = []
     for cache in found[:ROWS_SHOWN]:
-        one = look.of_cache(cache.name)
         filled = {part.tier: share(part.ready, part.capacity) for part in cache.tiers}
         rows.append(
             (
@@ -198,8 +191,7 @@ def _caches(look: Look) -> RenderableType:
                 count(cache.blocks),
                 *(filled.get(tier, "") for tier in TIERS),
                 status.hit_ratio(status.looked_for(cache)),
-                _rate(one.rate(lambda cache: cache.stored)),
-                _rate(one.rate(lambda cache: cache.removed)),
+                *(_rate(look.rate(_of_cache(cache.name, field))) for field in ("stored", "removed")),
                 str(cache.waiting),
             )
         )

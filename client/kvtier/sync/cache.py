@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import wraps
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,10 @@ from kvtier.deadline import Fence, Stream, require_timeout
 from kvtier.errors import KvtierError, require_kind
 from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.tiers import Memory
-from kvtier.sync.loop import LoopThread, LoopWork
+from kvtier.sync.loop import LoopThread
 from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.verbs import PrefixVerbs
-from kvtier.wire import Keys, ListedBlock, Location, Match, Page, ReadCounts, packed_chains, packed_keys
+from kvtier.wire import Keys, ListedBlock, Page, ReadCounts, packed_chains, packed_keys
 
 Inner = TypeVar("Inner")
 L = TypeVar("L", bound=lease.Lease)
@@ -83,6 +83,21 @@ def answers(verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
         return verb(self.inner, *args, **kwargs)
 
     return plain(answering, verb)
+
+
+def looks(
+    verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], look: Callable[..., T | None]
+) -> Callable[Concatenate[Any, P], T]:
+    """A method that looks in shared memory, in this thread, and awaits the verb if that gives no answer. ``look``: with
+    the twin, packed keys, and further arguments of the verb."""
+
+    @wraps(verb)
+    def looking(self: Twin[Any], keys: Keys, *, timeout: float | None = None, **asked: Any) -> T:
+        packed, ask = _asked(self.thread, keys, timeout), cast(Any, verb)
+        found = look(self.inner, packed, **asked)
+        return self.thread.run(lambda: ask(self.inner, packed, timeout=timeout, **asked)) if found is None else found
+
+    return plain(looking, verb)
 
 
 def like(verb: Callable[Concatenate[Any, P], Any]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
@@ -218,23 +233,15 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
     spec = Fact[CacheSpec]()
     tiers = Fact[tuple[Tier, ...]]()
     lease_tier = answers(ChainVerbs.lease_tier)
+    match = looks(
+        PrefixVerbs.match, lambda of, keys, remote=False: None if remote else of.reader.match(keys, of.groups)
+    )
     match_tokens = waits(PrefixVerbs.match_tokens)
+    prefix_length = looks(PrefixVerbs.prefix_length, lambda of, keys: of.reader.prefix_length(keys, of.groups))
 
     def __init__(self, thread: LoopThread, inner: V, lease: type[H]) -> None:
         super().__init__(thread, inner)
         self._lease: Final = lease
-
-    @like(PrefixVerbs.prefix_length)
-    def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        packed = _asked(self.thread, keys, timeout)
-        found = self.inner.reader.prefix_length(packed, self.inner.groups)
-        return _or_ask(self.thread, found, lambda: self.inner.prefix_length(packed, timeout=timeout))
-
-    @like(PrefixVerbs.match)
-    def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
-        packed = _asked(self.thread, keys, timeout)
-        found = None if remote else self.inner.reader.match(packed, self.inner.groups)
-        return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
     @like(ChainVerbs.acquire)
     def acquire(self, keys: Keys, tier: AnyTier | None = None, **wanted: Any) -> H:
@@ -305,6 +312,8 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
 
     slots = answers(cache.Cache.slots)
     prompt = answers(cache.Cache.prompt)
+    locate = looks(cache.Cache.locate, lambda of, keys: of.reader.locate(keys, of.group))
+    probe = looks(cache.Cache.probe, lambda of, keys: of.reader.probe(keys, of.group))
 
     move = waits(cache.Cache.move)
     drop = waits(cache.Cache.drop)
@@ -328,18 +337,6 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
     def across(self) -> SyncAcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each group."""
         return SyncAcrossGroups(self.thread, self.inner.across, SyncAcrossLease)
-
-    @like(cache.Cache.probe)
-    def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
-        packed = _asked(self.thread, keys, timeout)
-        found = self.inner.reader.probe(packed, self.group)
-        return _or_ask(self.thread, found, lambda: self.inner.probe(packed, timeout=timeout))
-
-    @like(cache.Cache.locate)
-    def locate(self, keys: Keys, *, timeout: float | None = None) -> list[Location]:
-        packed = _asked(self.thread, keys, timeout)
-        found = self.inner.reader.locate(packed, self.group)
-        return _or_ask(self.thread, found, lambda: self.inner.locate(packed, timeout=timeout))
 
     @like(cache.Cache.pages)
     def pages(self, **asked: Any) -> Iterator[Page]:
@@ -378,10 +375,6 @@ def _asked(thread: LoopThread, keys: Keys, timeout: float | None) -> bytes:
     if timeout is not None:
         require_timeout(timeout)
     return packed
-
-
-def _or_ask(thread: LoopThread, found: T | None, ask: LoopWork[T]) -> T:
-    return thread.run(ask) if found is None else found
 
 
 def _each(thread: LoopThread, items: AsyncIterator[T]) -> Iterator[T]:

@@ -24,15 +24,6 @@ from kvtier.v1 import session_pb2
 
 _MAX_FDS: Final = len(protocol.SEGMENTS)
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-_REFUSALS: Final[Mapping[str, type[errors.KvtierError]]] = {
-    "PERMISSION_DENIED": errors.PermissionDenied,
-    "TOO_MANY_SESSIONS": errors.RetryableError,
-    "TOO_MANY_OF_IDENTITY": errors.RetryableError,
-    "TOO_MANY_DESCRIPTORS": errors.RetryableError,
-    "UNKNOWN_CACHE": errors.NotFound,
-    "INTERNAL": errors.DaemonError,
-}
-
 _WRONG: Final = "the daemon's answer is not part of the protocol"
 
 
@@ -197,7 +188,7 @@ class AttachConnection:
         _close_all(reply.fds)
         if came == "failure":
             failure = reply.message.failure
-            raise _REFUSALS.get(failure.reason, errors.CallerError)(failure.message, reason=failure.reason)
+            raise errors.KINDS.get(failure.reason, errors.CallerError)(failure.message, reason=failure.reason)
         raise errors.DaemonError(f"{_WRONG}: {came} came for {wanted}", reason="BAD_ANSWER")
 
     def _tell(self, **message: Any) -> None:
