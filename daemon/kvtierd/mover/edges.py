@@ -72,6 +72,7 @@ def lanes_for(gpus: int) -> Sequence[Lane]:
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """Time that idle threads get to end."""
+_LOOK_S: Final = 0.002
 BLOCKS_PER_TURN: Final = 128
 """Limit of blocks whose results one loop callback gives the core; the rest follow in the next turn."""
 
@@ -125,7 +126,7 @@ class Edges:
         self._delivered = asyncio.Event()
         """Set for a moment whenever results have been delivered."""
         self.trace: Trace | None = None
-        self._lane_threads = [LaneThreads(lane, loop, self._mailbox.post) for lane in lanes]
+        self._lane_threads = [LaneThreads(lane, self._mailbox.post) for lane in lanes]
         self._routes = {
             edge: (lane, threads)
             for lane, threads in zip(lanes, self._lane_threads, strict=True)
@@ -178,18 +179,16 @@ class Edges:
         hangs in a call for longer than ``grace_s`` and was left behind."""
         for threads in self._lane_threads:
             threads.dismiss()
+        lanes, until = self._lane_threads, time.monotonic() + grace_s
         try:
-            async with asyncio.timeout(grace_s):
-                for threads in self._lane_threads:
-                    await threads.gone()
-        except TimeoutError:
-            return False
+            while not all(each.gone for each in lanes) and time.monotonic() < until:  # noqa: ASYNC110 - of threads
+                await asyncio.sleep(_LOOK_S)
+            return all(each.gone for each in lanes)
         finally:
             self._mailbox.close()
             self._journeys.clear()
             self._in_flight.clear()
             self._wake()
-        return True
 
     def _drain(self) -> None:
         ended: defaultdict[CacheRuntime, list[MoveResult]] = defaultdict(list)
