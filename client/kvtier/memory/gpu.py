@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
-from itertools import chain
 from queue import SimpleQueue
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
-from kvtier.abi.cuda.driver import Copy, Driver, Event
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.abi.cuda.driver import Copies, Driver, Event
 from kvtier.abi.cuda.driver import Stream as DriverStream
 from kvtier.abi.cuda.errors import CAPTURE_IMPLICIT, CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
 from kvtier.abi.cuda.memory import end
@@ -195,25 +197,18 @@ class Gpu:
         for fence in set(fences):
             self.wait(fence.passed)
 
-    def copy(self, stream: DriverStream, singles: Iterable[Copy], batch: Sequence[Copy]) -> None:
+    def copy(self, stream: DriverStream, copies: Copies, locked: NDArray[np.bool_]) -> None:
         """Copies, unordered. When it returns or raises, no copy is running. There is one exception: the driver answers
         neither for an event nor for the stream although the device is not lost; then the end cannot be awaited.
 
         Args:
             stream: :attr:`to_host` or :attr:`to_device`.
-            singles: copies that each take a call of their own.
-            batch: copies between page-locked and device memory, in one call if the driver supports that.
+            locked: copies between page-locked and device memory.
         """
         with failing("copying to or from slots"), self.driver.visit():
             event = _popped(self._events) or self.driver.event()
-            if not self.driver.features.batch_copy:
-                singles, batch = chain(singles, batch), ()
             try:
-                if batch:
-                    dsts, srcs, sizes = map(list, zip(*batch, strict=True))
-                    self.driver.copy_batch(dsts, srcs, sizes, stream)
-                for dst, src, nbytes in singles:
-                    self.driver.copy(dst, src, nbytes, stream)
+                self.driver.copy_many(copies, locked, stream)
             finally:
                 self.wait(self._over(stream, event))
                 self._events.append(event)
@@ -336,20 +331,6 @@ def _popped(kept: deque[Kept]) -> Kept | None:
         return kept.pop()
     except IndexError:
         return None
-
-
-def joined(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Joins copies that are adjacent at both ends."""
-    held: Copy | None = None
-    for copy in copies:
-        if held is not None and (held[0] + held[2], held[1] + held[2]) == copy[:2]:
-            held = held[0], held[1], held[2] + copy[2]
-            continue
-        if held is not None:
-            yield held
-        held = copy
-    if held is not None:
-        yield held
 
 
 @contextmanager

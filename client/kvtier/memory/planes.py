@@ -220,10 +220,8 @@ class Pages:
                 begun = time.perf_counter()
                 turn = max(_TURN_S, begun - now)
 
-    def runs(
-        self, pools: Sequence[Pool], slots: NDArray[np.intp]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """All pieces: offsets in the slots, addresses in the planes, and sizes in bytes."""
+    def runs(self, pools: Sequence[Pool], slots: NDArray[np.intp]) -> NDArray[np.int64]:
+        """All pieces, in columns: address in the slot, address in the plane, bytes."""
         cuts = [
             (pools[pool].start + at, pools[pool].stride, plane.address + begin, plane.stride, nbytes)
             for pool, at, plane, begin, nbytes in self._cuts([pool.nbytes for pool in pools], len(slots))
@@ -231,7 +229,7 @@ class Pages:
         start, step, address, stride, nbytes = np.array(cuts, np.int64).T
         there = start + step * slots[:, None]
         here = address + stride * self.numbers[:, None]
-        return there.reshape(-1), here.reshape(-1), np.tile(nbytes, len(self))
+        return np.stack((there.reshape(-1), here.reshape(-1), np.tile(nbytes, len(self))))
 
     def gathered(self) -> Bytes:
         """The blocks as rows of the CPU's memory; bytes that no plane has are 0."""

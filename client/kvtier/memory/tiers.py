@@ -6,9 +6,8 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -17,18 +16,17 @@ from numpy.typing import NDArray
 
 from kvtier import buffers
 from kvtier.abi import attach
-from kvtier.abi.cuda import driver as cuda
-from kvtier.abi.cuda.driver import Address, Copy
+from kvtier.abi.cuda.driver import Copies, joined
 from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
-from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks
+from kvtier.abi.cuda.page_locks import PageLocks
 from kvtier.abi.cuda.views import DevicePool, DeviceView
 from kvtier.abi.layout import ArenaLayout
 from kvtier.buffers import DeviceBytes, Row, Rows, Slots
 from kvtier.deadline import PASSED, Fence
 from kvtier.errors import DaemonError, InvalidArgument
 from kvtier.memory.arrays import Bytes, OnGpu
-from kvtier.memory.gpu import Gpu, joined
+from kvtier.memory.gpu import Gpu
 from kvtier.memory.planes import Pages, Pool
 from kvtier.types import Tier
 
@@ -84,8 +82,9 @@ class CpuMemory:
         cpu, gpus = _by_gpu(slots, blocks)
         (buffers.into_slots if to_host else buffers.out_of_slots)(self._pools[group], *cpu)
         for gpu, rows in gpus.items():
-            stream = gpu.to_host if to_host else gpu.to_device
-            gpu.copy(stream, *self._copies(gpu, group, rows, to_host=to_host))
+            gpu.reached(row.after for _, row in rows)
+            numbers = buffers.checked(self._pools[group], [slot for slot, _ in rows])
+            self._run(gpu, _row_runs(self._places(group), numbers, [row for _, row in rows]), to_host=to_host)
         return None
 
     async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
@@ -105,57 +104,27 @@ class CpuMemory:
         """The point that a stream has reached: see :func:`kvtier.memory.gpu.fence_over`."""
         return PASSED
 
-    def _copies(
-        self, gpu: Gpu, group: int, rows: Sequence[tuple[int, DeviceBytes]], *, to_host: bool
-    ) -> tuple[list[Copy], list[Copy]]:
-        """The copies between slots and rows on a GPU, split by the slots' memory: (pageable, page-locked). Returns when
-        the rows may be touched."""
-        gpu.reached(row.after for _, row in rows)
-        start, pools = self._data.ctypes.data, self._pools[group]
-        slots = buffers.checked(pools, [slot for slot, _ in rows])
-        there = np.array([row.address for _, row in rows], np.int64)
-        pageable: list[Copy] = []
-        batch: list[Copy] = []
-        for pool in pools:
-            offsets = pool.ctypes.data - start + slots * pool.strides[0]
-            nbytes = np.full(len(slots), pool.shape[1])
-            for copies, more in zip((pageable, batch), self._split(gpu, offsets, there, nbytes, to_host), strict=True):
-                copies += more
-            there += pool.shape[1]
-        return pageable, batch
-
     def _copy_pages(self, group: int, slots: Slots, blocks: Pages, *, to_host: bool) -> None:
         gpu, pages = _taken(blocks, self)
-        pools, start = self._pools[group], self._data.ctypes.data
-        places = [Pool(pool.ctypes.data - start, pool.strides[0], pool.shape[1]) for pool in pools]
-        runs = pages.runs(places, buffers.checked(pools, slots))
-        gpu.copy(gpu.to_host if to_host else gpu.to_device, *self._split(gpu, *runs, to_host))
+        runs = pages.runs(self._places(group), buffers.checked(self._pools[group], slots))
+        self._run(gpu, runs, to_host=to_host)
 
-    def _split(
-        self, gpu: Gpu, offsets: NDArray[np.int64], there: NDArray[np.int64], nbytes: NDArray[np.int64], to_host: bool
-    ) -> tuple[list[Copy], list[Copy]]:
-        """The copies between offsets in the segment and addresses on a GPU, split by the segment's memory: (pageable,
-        page-locked)."""
-        locked, start = self._lock(gpu).nbytes, self._data.ctypes.data
-        pageable: list[Copy] = []
-        batch: list[Copy] = []
-        for offset, device, some_bytes in _within_chunks(offsets, there, nbytes):
-            dst, src = (start + offset, device) if to_host else (device, start + offset)
-            ready = offset + some_bytes <= locked
-            for copies, some in ((batch, ready), (pageable, ~ready)):
-                copies += zip(dst[some].tolist(), src[some].tolist(), some_bytes[some].tolist(), strict=True)
-        return pageable, batch
+    def _places(self, group: int) -> list[Pool]:
+        return [Pool(pool.ctypes.data, pool.strides[0], pool.shape[1]) for pool in self._pools[group]]
+
+    def _run(self, gpu: Gpu, runs: Copies, *, to_host: bool) -> None:
+        """Copies between slots and a GPU. ``runs``: in columns, address in the slot, address on the GPU, bytes."""
+        copies, locked = self._lock(gpu).split(runs, 0)
+        if to_host:
+            gpu.copy(gpu.to_host, copies, locked)
+        else:
+            gpu.copy(gpu.to_device, copies[[1, 0, 2]], locked)
 
     def _lock(self, gpu: Gpu) -> PageLocks:
         with self._locking:
             if self._locks is None:
                 data = self._data
-                end = -(-len(data) // cuda.HOST_PAGE) * cuda.HOST_PAGE
-                chunks = [
-                    Chunk(data.ctypes.data + offset, min(CHUNK_BYTES, end - offset))
-                    for offset in range(0, end, CHUNK_BYTES)
-                ]
-                self._locks = PageLocks("arena", gpu.driver, chunks)
+                self._locks = PageLocks("arena", gpu.driver, data.ctypes.data, len(data))
                 self._locks.start(data.base)
                 # The array ends before its mapping. At the end of the process both stay: copies may be running.
                 weakref.finalize(data, self._locks.stop).atexit = False
@@ -193,19 +162,14 @@ def _by_gpu(
     return ([slot for slot, _ in cpu], [block for _, block in cpu]), gpus
 
 
-Pieces: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]"
-"""Offsets in a segment, addresses in a GPU's memory, and sizes in bytes."""
-
-
-def _within_chunks(
-    offsets: NDArray[np.int64], addresses: NDArray[np.int64], left: NDArray[np.int64]
-) -> Iterator[Pieces]:
-    """Pieces of ``left`` bytes, cut where chunks of :mod:`kvtier.abi.cuda.page_locks` meet."""
-    while len(left):
-        fit = np.minimum(left, CHUNK_BYTES - offsets % CHUNK_BYTES)
-        yield offsets, addresses, fit
-        rest = left > fit
-        offsets, addresses, left = (offsets + fit)[rest], (addresses + fit)[rest], (left - fit)[rest]
+def _row_runs(pools: Sequence[Pool], slots: NDArray[np.intp], rows: Sequence[Row]) -> Copies:
+    """The parts of rows in each pool, in columns: address in the slot, address in the row, bytes."""
+    addresses = np.array([_address_of(row) for row in rows], np.int64)
+    parts: list[Copies] = []
+    for start, stride, nbytes in pools:
+        parts.append(np.stack((start + stride * slots, addresses, np.full(len(slots), nbytes))))
+        addresses = addresses + nbytes
+    return np.concatenate(parts, axis=1)
 
 
 class CannotMap(Exception):
@@ -262,48 +226,34 @@ class CudaMemory:
         return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        pageable, batch = self._copies(group, slots, blocks)
-        self.gpu.copy(self.gpu.to_device, pageable, batch)
+        self.gpu.copy(self.gpu.to_device, *self._copies(group, slots, blocks))
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
-        copies = self._copies(group, [int(slot) for slot in slots], blocks)
-        turned = ([(row, slot, nbytes) for slot, row, nbytes in some] for some in copies)
-        self.gpu.copy(self.gpu.to_host, *turned)
+        copies, on_gpu = self._copies(group, [int(slot) for slot in slots], blocks)
+        self.gpu.copy(self.gpu.to_host, copies[[1, 0, 2]], on_gpu)
 
     def fence(self, stream: int | None) -> Fence:
         return self.gpu.fence(stream)
 
-    def _copies(self, group: int, slots: Sequence[int], blocks: Rows) -> tuple[list[Copy], list[Copy]]:
-        """Copies from blocks to slots: of the CPU's memory, which may or may not be page-locked by its owner, and of
-        the GPU's. Returns when the blocks may be touched."""
+    def _copies(self, group: int, slots: Sequence[int], blocks: Rows) -> tuple[Copies, NDArray[np.bool_]]:
+        """Copies from blocks to slots, and which blocks are in the GPU's memory; others are in the CPU's, which may or
+        may not be page-locked by its owner. Returns when the blocks may be touched."""
+        places = [Pool(pool.memory.address + pool.offset, pool.stride, pool.shape[1]) for pool in self._pools[group]]
+        for slot in slots:
+            self._pools[group][0].address(slot)
+        numbers = np.asarray(slots, np.intp)
         if isinstance(blocks, Pages):
-            return self._page_copies(group, slots, blocks)
+            if blocks.planes.on_gpu:
+                _, blocks = _taken(blocks, self)
+            runs = blocks.runs(places, numbers)
+            return runs, np.full(runs.shape[1], blocks.planes.on_gpu)
         rows = list(blocks)
         self.gpu.reached(row.after for row in rows if isinstance(row, DeviceBytes))
-        pageable: list[Copy] = []
-        batch: list[Copy] = []
-        begun = 0
-        for pool in self._pools[group]:
-            nbytes = pool.shape[1]
-            # Copies of one array are joined. Separately page-locked memory stays separate for the driver, even if one
-            # array begins at another's end.
-            for _, some in groupby(zip(slots, rows, strict=True), key=_array_of):
-                pairs = list(some)
-                copies = batch if isinstance(pairs[0][1], DeviceBytes) else pageable
-                copies += joined((pool.address(slot), Address(_address_of(row) + begun), nbytes) for slot, row in pairs)
-            begun += nbytes
-        return pageable, batch
-
-    def _page_copies(self, group: int, slots: Sequence[int], pages: Pages) -> tuple[list[Copy], list[Copy]]:
-        if pages.planes.on_gpu:
-            _, pages = _taken(pages, self)
-        pools = self._pools[group]
-        for slot in slots:
-            pools[0].address(slot)
-        places = [Pool(int(pool.address(0)), pool.stride, pool.shape[1]) for pool in pools]
-        runs = pages.runs(places, np.asarray(slots, np.intp))
-        copies = list(zip(*(run.tolist() for run in runs), strict=True))
-        return ([], copies) if pages.planes.on_gpu else (copies, [])
+        # Copies of one array are joined. Separately page-locked memory stays separate for the driver, even if one array
+        # begins at another's end.
+        arrays = np.array([-1 - n if isinstance(row, DeviceBytes) else _array_of(row) for n, row in enumerate(rows)])
+        runs, arrays = joined(_row_runs(places, numbers, rows), np.tile(arrays.astype(np.int64), len(places)))
+        return runs, arrays < 0
 
 
 Memory: TypeAlias = CpuMemory | CudaMemory
@@ -314,9 +264,8 @@ def _address_of(block: Row) -> int:
     return block.address if isinstance(block, DeviceBytes) else block.ctypes.data
 
 
-def _array_of(row: tuple[int, Row]) -> int:
+def _array_of(block: Any) -> int:
     """Id of the array that a block belongs to."""
-    block: Any = row[1]
     while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
         block = block.base
     return id(block)

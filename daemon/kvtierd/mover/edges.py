@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -16,7 +16,7 @@ from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover import disk_io
 from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
-from kvtierd.mover.work import CopyReport, Mailbox, copy
+from kvtierd.mover.work import CopyReport, Edge, Mailbox, copy
 from kvtierd.mover.worker import Lane, LaneThreads
 
 
@@ -72,6 +72,7 @@ def lanes_for(gpus: int) -> Sequence[Lane]:
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """Time that idle threads get to end."""
+_LOOK_S: Final = 0.002
 BLOCKS_PER_TURN: Final = 128
 """Limit of blocks whose results one loop callback gives the core; the rest follow in the next turn."""
 
@@ -121,33 +122,34 @@ class Edges:
         self._stuck_after_s = stuck_after_s
         self._mailbox: Mailbox[CopyReport] = Mailbox(loop, self._drain)
         self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
-        self._in_flight: Counter[CacheId] = Counter()
         self._delivered = asyncio.Event()
         """Set for a moment whenever results have been delivered."""
         self.trace: Trace | None = None
-        self._lane_threads = [LaneThreads(lane, loop, self._mailbox.post) for lane in lanes]
+        self._lane_threads = [LaneThreads(lane, self._mailbox.post) for lane in lanes]
         self._routes = {
             edge: (lane, threads)
             for lane, threads in zip(lanes, self._lane_threads, strict=True)
             for edge in lane.edges
         }
-        self.queued = dict.fromkeys(self._routes, 0)
-        """Number of blocks planned on each edge and not yet reported."""
 
     def submit(self, runtime: CacheRuntime, move: Move) -> None:
         """Queues a move. Its slots belong to the mover until its result is delivered."""
-        edge = (move.src, move.dst)
-        lane, threads = self._routes[edge]
+        lane, threads = self._routes[move.src, move.dst]
         ended = None if self.trace is None else self.trace(runtime, move)  # first: a span covers its move's wait
         pieces = list(_cut(runtime, move, lane.blocks_at_once(runtime, move)))
         self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces), ended)
-        self._in_flight[runtime.id] += 1
-        self.queued[edge] += len(move.items)
         threads.put(pieces)
 
     def in_flight(self, cache: CacheId | None = None) -> int:
         """Number of moves whose result has not been delivered, of one cache or of all."""
-        return len(self._journeys) if cache is None else self._in_flight[cache]
+        return sum(cache in (None, place[0]) for place in self._journeys)
+
+    def queued(self) -> dict[Edge, int]:
+        """Number of blocks planned on each edge and not yet reported."""
+        queued = dict.fromkeys(self._routes, 0)
+        for one in self._journeys.values():
+            queued[one.move.src, one.move.dst] += len(one.move.items)
+        return queued
 
     def touches(self, cache: CacheId, tier: Tier) -> bool:
         """Whether a move of a cache to or from a tier is in flight."""
@@ -178,18 +180,15 @@ class Edges:
         hangs in a call for longer than ``grace_s`` and was left behind."""
         for threads in self._lane_threads:
             threads.dismiss()
+        lanes, until = self._lane_threads, time.monotonic() + grace_s
         try:
-            async with asyncio.timeout(grace_s):
-                for threads in self._lane_threads:
-                    await threads.gone()
-        except TimeoutError:
-            return False
+            while not all(each.gone for each in lanes) and time.monotonic() < until:  # noqa: ASYNC110 - of threads
+                await asyncio.sleep(_LOOK_S)
+            return all(each.gone for each in lanes)
         finally:
             self._mailbox.close()
             self._journeys.clear()
-            self._in_flight.clear()
             self._wake()
-        return True
 
     def _drain(self) -> None:
         ended: defaultdict[CacheRuntime, list[MoveResult]] = defaultdict(list)
@@ -207,10 +206,7 @@ class Edges:
         self._delivered.clear()
 
     def _arrived(self, journey: _Journey) -> MoveResult:
-        runtime, move = journey.runtime, journey.move
-        del self._journeys[runtime.id, move.id]
-        self._in_flight[runtime.id] -= 1
-        self.queued[move.src, move.dst] -= len(move.items)
+        del self._journeys[journey.runtime.id, journey.move.id]
         result = journey.result()
         if journey.ended is not None:
             journey.ended(result)

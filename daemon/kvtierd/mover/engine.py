@@ -441,7 +441,7 @@ class Engine:
 
     def queues(self) -> dict[Edge, int]:
         """Number of blocks planned on each edge and not yet reported."""
-        return dict(self._executor.edges.queued)
+        return self._executor.edges.queued()
 
     def problems(self) -> list[str]:
         return self._executor.problems()

@@ -5,7 +5,6 @@ A batch may come in two halves. Another thread does the second half while the ne
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -149,17 +148,16 @@ class WorkQueue:
 class LaneThread:
     """A thread that works on batches. The thread writes the public fields and the loop reads them, each in one step."""
 
-    def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
+    def __init__(self, name: str, post: Post) -> None:
         self.name = name
         self.busy_since_ns: int | None = None
         """Heartbeat: ``time.monotonic_ns()`` at the start of the present batch, None between batches."""
         self.failure: tuple[int, str] | None = None
         """When (``time.monotonic_ns()``) and why a batch last failed as a whole."""
         self._post = post
-        self._exited = exited
         self._abandoned = False
         self._delays: dict[Chaos, Iterator[float]] = {}
-        self.thread = threading.Thread(target=self._run, name=f"kvtierd-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._work, name=f"kvtierd-{name}", daemon=True)
 
     def abandon(self) -> None:
         """Makes the thread neither carry out nor report queued pieces."""
@@ -180,12 +178,6 @@ class LaneThread:
         if not self.thread.is_alive() and not self._abandoned:
             return inf
         return 0.0 if busy_since_ns is None else (now_ns - busy_since_ns) / 1e9
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        finally:
-            self._exited()
 
     def _work(self) -> None:
         raise NotImplementedError
@@ -236,8 +228,8 @@ class FinishThread(LaneThread):
     """Does the second halves of a worker's batches, in order; waiting halves together, if the lane has ``finish_all``.
     A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time."""
 
-    def __init__(self, name: str, lane: Lane, post: Post, exited: Callable[[], None]) -> None:
-        super().__init__(name, post, exited)
+    def __init__(self, name: str, lane: Lane, post: Post) -> None:
+        super().__init__(name, post)
         self._lane = lane
         self._ended_ns = 0
         self._changed = threading.Condition()
@@ -288,16 +280,8 @@ class FinishThread(LaneThread):
 class Worker(LaneThread):
     """Takes a lane's pieces. ``finish_thread``: does the second halves."""
 
-    def __init__(
-        self,
-        name: str,
-        lane: Lane,
-        queue: WorkQueue,
-        post: Post,
-        exited: Callable[[], None],
-        finish_thread: FinishThread,
-    ) -> None:
-        super().__init__(name, post, exited)
+    def __init__(self, name: str, lane: Lane, queue: WorkQueue, post: Post, finish_thread: FinishThread) -> None:
+        super().__init__(name, post)
         self._lane = lane
         self._queue = queue
         self._finish_thread = finish_thread
@@ -345,46 +329,34 @@ class Worker(LaneThread):
 class LaneThreads:
     """A lane's queue and threads. Loop thread only."""
 
-    def __init__(self, lane: Lane, loop: asyncio.AbstractEventLoop, post: Post) -> None:
+    def __init__(self, lane: Lane, post: Post) -> None:
         self._lane = lane
         self._queue = WorkQueue(in_turn=lane.in_turn)
-        self._workers: list[Worker] = []
-        self._exits: dict[LaneThread, asyncio.Event] = {}
+        self._threads: list[LaneThread] = []
         for number in range(lane.threads):
             name = lane.name if lane.threads == 1 else f"{lane.name}-{number}"
-            finished, exited = asyncio.Event(), asyncio.Event()
-            finish_thread = FinishThread(f"{name}-finish", lane, post, partial(_tell, loop, finished))
-            self._exits[finish_thread] = finished
-            worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finish_thread)
-            self._workers.append(worker)
-            self._exits[worker] = exited
-        for lane_thread in self._exits:
+            finish_thread = FinishThread(f"{name}-finish", lane, post)
+            self._threads += [finish_thread, Worker(name, lane, self._queue, post, finish_thread)]
+        for lane_thread in self._threads:
             lane_thread.thread.start()
 
     def put(self, pieces: Sequence[CopyPiece]) -> None:
         self._queue.put(pieces)
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
-        for worker in self._exits:
-            yield from worker.problems(now_ns, stuck_after_s)
+        for lane_thread in self._threads:
+            yield from lane_thread.problems(now_ns, stuck_after_s)
 
     def stalled_s(self, now_ns: int) -> float:
-        return max(worker.stalled_s(now_ns) for worker in self._exits)
+        return max(lane_thread.stalled_s(now_ns) for lane_thread in self._threads)
 
     def dismiss(self) -> None:
         """Ends the threads after their present batches; queued pieces are not carried out."""
-        for lane_thread in self._exits:
+        for lane_thread in self._threads:
             lane_thread.abandon()
-        for _ in self._workers:
+        for _ in range(self._lane.threads):
             self._queue.stop()
 
-    async def gone(self) -> None:
-        for worker, exited in self._exits.items():
-            await exited.wait()
-            worker.thread.join()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, exited: asyncio.Event) -> None:
-    """Sets the event from a thread. A closed loop has given up on the thread, so nothing is set."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(exited.set)
+    @property
+    def gone(self) -> bool:
+        return not any(lane_thread.thread.is_alive() for lane_thread in self._threads)

@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtier import DeviceError, InvalidArgument, buffers
 from kvtier.abi import attach
-from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
+from kvtier.abi.cuda.driver import Address, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
@@ -31,7 +29,7 @@ from kvtier.buffers import DeviceBytes
 from kvtier.deadline import PASSED, Deadline, all_of
 from kvtier.errors import DaemonError
 from kvtier.memory import arrays
-from kvtier.memory.gpu import Gpu, fence_over, joined, passage, passing
+from kvtier.memory.gpu import Gpu, fence_over, passage, passing
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
 from tests.fake_cuda import load_fake, until
 from tests.fakes.cuda.bindings._settings import Failure
@@ -450,21 +448,3 @@ async def test_opening_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DaemonError, match="opened"):
         await opening
     os.close(fd)
-
-
-# -- copies that join -----------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(100, 140), st.integers(1, 5))))
-def test_joined_copies_move_the_same_bytes(copies: list[tuple[int, int, int]]) -> None:
-    def moved(some: list[Copy]) -> list[tuple[int, int]]:
-        return [(dst + byte, src + byte) for dst, src, nbytes in some for byte in range(nbytes)]
-
-    given_copies: list[Copy] = [(Address(dst), Address(src), nbytes) for dst, src, nbytes in copies]
-    assert moved(list(joined(given_copies))) == moved(given_copies)
-
-
-def test_copies_that_follow_each_other_become_one() -> None:
-    row = [(Address(n * 8), Address(1000 + n * 8), 8) for n in range(5)]
-    assert list(joined(row)) == [(0, 1000, 40)]
-    assert len(list(joined(row[::-1]))) == 5

@@ -23,7 +23,6 @@ from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import InvalidArgument
 from kvtier.memory import arrays, gpu
-from kvtier.memory import tiers as memory
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import Gpu
 from kvtier.memory.planes import Planes
@@ -52,7 +51,6 @@ def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
     monkeypatch.setattr(Gpu, "_open", {})
     monkeypatch.setattr(page_locks, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK)
     return fake
 
 

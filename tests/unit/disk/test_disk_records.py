@@ -111,24 +111,11 @@ def test_touches_have_the_documented_bytes() -> None:
     assert values == [bytes.fromhex("6a7607c532273f18 0900000000000000 03000000 01000000")]
 
 
-def test_damaged_touches_and_recency_say_nothing() -> None:
+def test_damaged_touches_say_nothing() -> None:
     (value,) = records.encode_touches([SlotId(3)], first=9)
     for odd in (b"", value[:5], value[:-1], *(flipped(value, bit) for bit in range(8 * len(value)))):
         slots, counters = records.decode_touches(odd)
         assert len(slots) == len(counters) == 0
-    ((_, value),) = records.encode_recency(np.arange(2, dtype=np.uint64))
-    for odd in (b"", value[:5], value[:-1], *(flipped(value, bit) for bit in range(8 * len(value)))):
-        assert len(records.decode_recency(SlotId(0), odd)) == 0
-    assert len(records.decode_recency(SlotId(240), value)) == 0, "it is of other slots"
-
-
-def test_recency_round_trip() -> None:
-    table = np.arange(1000, dtype=np.uint64) + 2**40
-    entries = list(records.encode_recency(table))
-    assert [int.from_bytes(place, "big") for place, _ in entries] == list(range(0, 1000, records.RECENCY_SLOTS))
-    assert max(len(value) for _, value in entries) < 2000
-    decoded = [records.decode_recency(SlotId(int.from_bytes(place, "big")), value) for place, value in entries]
-    assert np.concatenate(decoded).tolist() == table.tolist()
 
 
 def test_the_checksum_is_xxh3_128_of_the_bytes_in_order() -> None:

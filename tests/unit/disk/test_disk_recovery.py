@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lmdb
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core.ids import Key, SlotId, Traits
 from kvtierd.tiers.disk.index import StoredGroup
-from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
+from kvtierd.tiers.disk.records import encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import RecoveredGroup, recover_group
 from kvtierd.tiers.disk.slab import SlabShape
 from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
@@ -34,15 +33,11 @@ class Row:
         return encode_record(key(self.name), SlotId(self.slot), self.last_use, self.size, CHECKSUM, above, Traits(35))
 
 
-def stored(rows: Sequence[Row], recency: Sequence[int] = (), touches: Sequence[bytes] = ()) -> StoredGroup:
+def stored(rows: Sequence[Row], touches: Sequence[bytes] = ()) -> StoredGroup:
     ordered = sorted(rows, key=lambda row: key(row.name))
     return StoredGroup(
         keys=[key(row.name) for row in ordered],
         records=[row.value for row in ordered],
-        recency=[
-            (SlotId(int.from_bytes(place, "big")), value)
-            for place, value in encode_recency(np.array(recency, dtype=np.uint64))
-        ],
         touches=touches,
         quarantined=frozenset(),
     )
@@ -61,12 +56,15 @@ def test_blocks_of_a_sliding_group_need_no_ancestors() -> None:
 
 def test_the_latest_word_on_a_slots_use_counts() -> None:
     rows = [Row(name, slot, last_use=10 + slot) for slot, name in enumerate("abcd")]
-    touches = [*encode_touches([SlotId(1), SlotId(0), SlotId(1), SlotId(99)], first=30)]
-    recency = [20, 0, 21, 5]
-    found = recover_group(stored(rows, recency, touches), SHAPE)
+    touches = [
+        *encode_touches([SlotId(3), SlotId(0), SlotId(2)], first=20),
+        *encode_touches([SlotId(1), SlotId(0), SlotId(1), SlotId(99)], first=30),
+    ]
+    rows[3] = replace(rows[3], last_use=25)
+    found = recover_group(stored(rows, touches), SHAPE)
     assert [(record.key, record.last_use) for record in found.records] == [
-        (key("d"), 13),
-        (key("c"), 21),
+        (key("c"), 22),
+        (key("d"), 25),
         (key("a"), 31),
         (key("b"), 32),
     ]
@@ -75,8 +73,8 @@ def test_the_latest_word_on_a_slots_use_counts() -> None:
 
 def test_counters_go_on_above_everything_ever_noted() -> None:
     touches = [*encode_touches([SlotId(7)], first=500)]
-    assert recover_group(stored([Row("a", 0, last_use=3)], [], touches), SHAPE).table.counter == 501
-    assert recover_group(stored([Row("a", 0, last_use=3)], [1] * 9 + [900]), SHAPE).table.counter == 901
+    assert recover_group(stored([Row("a", 0, last_use=3)], touches), SHAPE).table.counter == 501
+    assert recover_group(stored([Row("a", 0, last_use=900)], touches), SHAPE).table.counter == 901
 
 
 parents = st.one_of(st.none(), st.integers(0, 24))
@@ -122,7 +120,7 @@ def test_what_is_dropped_is_deleted_and_its_slots_can_be_used(tmp_path: Path) ->
         assert txn.put(key("small"), Row("small", 5, size=4096).value, db=records)
         assert txn.put(key("torn"), b"\x01", db=records)
         for odd in (b"x", key("a") + b"x"):  # keys whose length is damaged
-            for name in (b"records-0", b"recency-0", b"touches-0", b"quarantine-0"):
+            for name in (b"records-0", b"touches-0", b"quarantine-0"):
                 assert txn.put(odd, Row("a", 0).value, db=env.open_db(name, txn=txn))
         assert txn.put((99).to_bytes(4, "big"), b"", db=env.open_db(b"quarantine-0", txn=txn))
     env.close()
@@ -147,7 +145,7 @@ def test_keys_parents_and_checksums_that_end_in_zeros_are_whole() -> None:
         encode_record(own, SlotId(slot), 1, 4096, digest, above, Traits(35))
         for own, slot, above in ((parent, 3, None), (child, 4, parent))
     ]
-    found = recover_group(StoredGroup([parent, child], values, [], [], frozenset()), SHAPE)
+    found = recover_group(StoredGroup([parent, child], values, [], frozenset()), SHAPE)
     assert [(record.key, record.parent) for record in found.records] == [(parent, None), (child, parent)]
     assert [found.table.key_at(SlotId(slot)) for slot in (3, 4, 5)] == [parent, child, None]
     assert found.table.checksum_at(SlotId(4)) == digest

@@ -86,6 +86,19 @@ def test_the_log_of_touches_does_not_grow_without_bound(store: DiskStore, tmp_pa
         assert again._index.touch_bytes(GROUP) == sizes[-1]
 
 
+def test_a_block_put_while_the_log_is_folded_is_the_latest(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(n, n) for n in range(4)])
+    store.write([], [], touch(*[0, 1, 2, 3] * 4200))
+    store.write([], [retire(2, 2)])
+    store.write([block("new", 2)], [], touch(1, 3))
+    for _ in range(2):  # the second fold goes by the order in memory
+        size = store._index.touch_bytes(GROUP)
+        store.write([], [], touch(*[3] * 16_800))
+        assert store._index.touch_bytes(GROUP) != size
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert names(recovery, [0, 1, 3, "new"]) == [0, "new", 1, 3]
+
+
 def test_another_models_bytes_do_not_pass(store: DiskStore, tmp_path: Path) -> None:
     store.write([block(1, 3)])
     store.close()

@@ -188,7 +188,7 @@ async def test_an_exception_fails_the_batch_and_the_thread_goes_on(
     assert [result.failed for result in desk.results] == [{0, 1}, frozenset()]
     (problem,) = edges.problems()
     assert "the cable is out" in problem and "test" in problem
-    assert edges.queued[DOWN] == 0
+    assert edges.queued()[DOWN] == 0
 
 
 async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime: CacheRuntime) -> None:

@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NewType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnavailable, CudaUnsupported, error_of
 from kvtier.abi.cuda.opening import described, find, load_bindings, ordinal_at
 
@@ -26,7 +29,8 @@ Event = NewType("Event", int)
 Handle = NewType("Handle", int)
 """Handle of memory, which need not have an address yet."""
 
-Copy = tuple[Address, Address, int]
+Copies = NDArray[np.int64]
+"""Three rows: destination addresses, source addresses, bytes. A column is a copy; copies may be made in any order."""
 
 BATCH: Final = 1024
 """Copies in one call. More copies gain nothing, and drivers have crashed with tens of thousands."""
@@ -291,6 +295,15 @@ class Driver:
                 stream,
             )
 
+    def copy_many(self, copies: Copies, locked: NDArray[np.bool_], stream: Stream) -> None:
+        """Makes copies: of page-locked memory in as few calls as the driver allows, of other memory one by one."""
+        if self.features.batch_copy and copies.shape[1] > 1:
+            dsts, srcs, sizes = copies[:, locked].tolist()
+            self.copy_batch(dsts, srcs, sizes, stream)
+            copies = copies[:, ~locked]
+        for dst, src, nbytes in copies.T.tolist():
+            self.copy(dst, src, nbytes, stream)
+
     def fill(self, address: Address, byte: int, nbytes: int, stream: Stream) -> None:
         """Sets device memory to one byte value."""
         self._call(self._cuda.cuMemsetD8Async, address, byte, nbytes, stream)
@@ -321,3 +334,17 @@ class Driver:
 
     def _error(self, call: str, code: int) -> CudaError:
         return error_of(call, code, *described(self._cuda, code))
+
+
+def joined(copies: Copies, ranges: NDArray[np.int64]) -> tuple[Copies, NDArray[np.int64]]:
+    """Joins copies that continue each other on both sides. ``ranges``: the range of memory of each copy; a joined copy
+    stays in one range."""
+    order = np.argsort(copies[0])
+    copies, ranges = copies[:, order], ranges[order]
+    apart = (copies[:2, 1:] != copies[:2, :-1] + copies[2, :-1]).any(axis=0) | (ranges[1:] != ranges[:-1])
+    if apart.all():
+        return copies, ranges
+    firsts = np.flatnonzero(np.concatenate(([True], apart)))
+    fewer = copies[:, firsts]
+    fewer[2] = np.add.reduceat(copies[2], firsts)
+    return fewer, ranges[firsts]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
-from kvtier.abi.cuda.driver import Address, Driver
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.abi.cuda import driver as cuda
+from kvtier.abi.cuda.driver import Address, Copies, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 
 CHUNK_BYTES: Final = 64 << 20
@@ -24,30 +27,37 @@ mapping has taken their addresses."""
 _log = logging.getLogger(__name__)
 
 
-class Chunk(NamedTuple):
-    """Whole pages of the host."""
-
-    address: int
-    nbytes: int
-
-
 class PageLocks:
-    """Locks ``chunks``, which do not overlap, in the order given. Memory that is not locked can be copied, too, but
-    slower. No copy may cross the border of two chunks: the driver does not join them."""
+    """Locks ``nbytes`` of memory at ``address``, a page of the host, to the end of the last page, chunk by chunk.
+    Memory that is not locked can be copied, too, but slower. No copy may cross the border of two chunks, which the
+    driver does not join: see :meth:`split`."""
 
-    def __init__(self, name: str, driver: Driver, chunks: Sequence[Chunk]) -> None:
-        self.locked = 0
-        """Number of locked chunks, the first ones of ``chunks``."""
+    def __init__(self, name: str, driver: Driver, address: int, nbytes: int) -> None:
         self.nbytes = 0
-        self.total: Final = sum(chunk.nbytes for chunk in chunks)
+        """Locked bytes, the first of the memory."""
+        self.total: Final = -(-nbytes // cuda.HOST_PAGE) * cuda.HOST_PAGE
         self.problem: str | None = None
         """The reason why the other chunks stay unlocked."""
         self._name: Final = name
         self._driver: Final = driver
-        self._chunks: Final = chunks
+        self._start: Final = address
         self._over: Final = threading.Event()
         self._thread: threading.Thread | None = None
         self._stays = False
+
+    def split(self, copies: Copies, side: int) -> tuple[Copies, NDArray[np.bool_]]:
+        """Cuts copies where chunks meet. ``side``: the row of ``copies`` that has addresses of the memory. Returns also
+        which copies are of locked memory; memory elsewhere is taken for locked."""
+        pieces: list[Copies] = []
+        while True:
+            fit = np.minimum(copies[2], CHUNK_BYTES - (copies[side] - self._start) % CHUNK_BYTES)
+            pieces.append(np.stack((copies[0], copies[1], fit)))
+            if not (more := copies[2] > fit).any():
+                break
+            copies = (copies + np.stack((fit, fit, -fit)))[:, more]
+        copies = np.concatenate(pieces, axis=1)
+        offsets = copies[side] - self._start
+        return copies, (offsets + copies[2] <= self.nbytes) | (offsets < 0) | (offsets >= self.total)
 
     def start(self, mapping: object) -> None:
         """Begins to lock. ``mapping``: the mapping of the chunks, kept until no chunk is locked any more."""
@@ -62,9 +72,9 @@ class PageLocks:
         """Like :meth:`stop`, but waits. Returns False if memory is still locked and must stay mapped."""
         self.stop()
         while (thread := self._thread) is not None and thread.is_alive():
-            before = self.locked
+            before = self.nbytes
             thread.join(STOP_S)
-            if thread.is_alive() and self.locked == before:
+            if thread.is_alive() and self.nbytes == before:
                 _log.error("page-locking hangs in the driver name=%s", self._name)
                 return False
         return not self._stays
@@ -74,11 +84,10 @@ class PageLocks:
         self._over.wait()
         try:
             with suppress(CudaLost):  # nothing can be undone, and nothing is copied any more
-                while self.locked:
-                    chunk = self._chunks[self.locked - 1]
-                    self._driver.unregister(Address(chunk.address))
-                    self.locked -= 1
-                    self.nbytes -= chunk.nbytes
+                while self.nbytes:
+                    first = (self.nbytes - 1) // CHUNK_BYTES * CHUNK_BYTES
+                    self._driver.unregister(Address(self._start + first))
+                    self.nbytes = first
         except CudaError as error:
             self._stays = True
             _kept.append(mapping)
@@ -87,12 +96,12 @@ class PageLocks:
     def _lock(self) -> None:
         try:
             self._driver.bind()
-            for chunk in self._chunks:
+            while left := self.total - self.nbytes:
                 if self._over.is_set():
                     return
-                self._driver.register(Address(chunk.address), chunk.nbytes)
-                self.locked += 1
-                self.nbytes += chunk.nbytes
+                nbytes = min(CHUNK_BYTES, left)
+                self._driver.register(Address(self._start + self.nbytes), nbytes)
+                self.nbytes += nbytes
         except CudaError as error:
             self.problem = f"{self.nbytes} of {self.total} bytes of host memory are page-locked: {error}"
             _log.warning("%s name=%s", self.problem, self._name)

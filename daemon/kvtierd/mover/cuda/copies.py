@@ -6,18 +6,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from kvtier.abi.cuda.driver import Copies
 from kvtier.abi.cuda.errors import CudaError, CudaLost
+from kvtier.abi.cuda.page_locks import PageLocks
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId, SlotId, Tier
 from kvtierd.mover import disk_io
-from kvtierd.mover.cuda.plan import Copies, Direction, Pairs, SegmentLocks, Sites, StagedRecords, plan
+from kvtierd.mover.cuda.plan import Direction, Sites, StagedRecords
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
@@ -49,8 +51,9 @@ class CudaCopies:
         self._device = device
         self._host = host
         self._segment = segment  # stays mapped while a copy may touch it
-        self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
-        self.locks: Final = SegmentLocks(name, device.driver, self._sites.host_chunks())
+        start, nbytes = (0, 0) if segment is None else (segment.ctypes.data, len(segment))
+        self._sites = Sites(layout, device, start)
+        self.locks: Final = PageLocks(name, device.driver, start, nbytes)
         sizes = [group.record_bytes for group in layout.groups]
         self._staging = Staging(device.driver, max(BATCH_BYTES, *sizes), device.node)
         self._traffic = Traffic(device.driver, device, self.locks)
@@ -63,7 +66,11 @@ class CudaCopies:
         src, dst = batch[0].move.src, target(batch[0].move)
         direction = Direction.TO_HOST if src is DEVICE else Direction.TO_DEVICE
         pairs = _pairs(batch)
-        copies = plan(pairs, self._sites.between_tiers[direction])
+        on_device, on_host = (0, 1) if src is DEVICE else (1, 0)
+        records = {
+            group: (slots[on_device], self._sites.host_records(group, slots[on_host])) for group, slots in pairs.items()
+        }
+        copies = self._sites.plan(direction, records)
         passage = self._traffic.issue(direction, copies, _touched(src, pairs, 0), _touched(dst, pairs, 1))
 
         def finish() -> Faults:
@@ -209,11 +216,9 @@ class CudaCopies:
 
     def _issue_load(self, direction: Direction, load: StagedRecords, places: Collection[int]) -> Passage:
         """Issues copies between the load's records at these places and their device slots."""
-        pairs = load.pairs(places)
-        device = _touched(DEVICE, pairs, 0)
-        if direction is Direction.TO_DEVICE:
-            pairs = {group: (numbers, slots) for group, (slots, numbers) in pairs.items()}
-        return self._issue_staged(direction, plan(pairs, self._sites.to_staging(direction, load)), device)
+        records = load.at(places)
+        device = {(DEVICE, group): frozenset(slots) for group, (slots, _) in records.items()}
+        return self._issue_staged(direction, self._sites.plan(direction, records), device)
 
     def _run(self, direction: Direction, buffer: Buffer, group: GroupId, stretches: Sequence[Stretch]) -> None:
         """Copies between the buffer, from its start on, and the slots."""
@@ -231,6 +236,10 @@ class CudaCopies:
         """Issues copies to or from staging memory, which only its borrower uses, so only device slots need ordering."""
         reads, writes = (device, {}) if direction is Direction.TO_HOST else ({}, device)
         return self._traffic.issue(direction, copies, reads, writes)
+
+
+Pairs = Mapping[GroupId, tuple[Sequence[SlotId], Sequence[SlotId]]]
+"""Source slots and destination slots of each group's copies."""
 
 
 def _pairs(batch: Batch) -> Pairs:

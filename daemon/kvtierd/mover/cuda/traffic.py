@@ -11,10 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvtier.abi.cuda.driver import Driver, Event, Stream
+import numpy as np
+
+from kvtier.abi.cuda.driver import Copies, Driver, Event, Stream, joined
 from kvtier.abi.cuda.errors import CudaError, CudaLost
+from kvtier.abi.cuda.page_locks import PageLocks
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.plan import Copies, Direction, SegmentLocks, joined
+from kvtierd.mover.cuda.plan import Direction
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 
@@ -150,7 +153,7 @@ class Traffic:
     """Issues and settles batches, from any thread. Each issued batch is settled once. A lost device gets no more
     batches."""
 
-    def __init__(self, driver: Driver, device: Losable, locks: SegmentLocks) -> None:
+    def __init__(self, driver: Driver, device: Losable, locks: PageLocks) -> None:
         self._driver: Final = driver
         self._device: Final = device
         self._locks: Final = locks
@@ -271,16 +274,9 @@ class Traffic:
 
     def _copy(self, way: _Way, copies: Copies) -> None:
         """Copies page-locked memory in as few calls as the driver allows, other memory copy by copy."""
-        if copies.shape[1] > 1:
-            chunks = self._locks.chunks_at(copies[0 if way.direction is Direction.TO_HOST else 1])
-            copies, chunks = joined(copies, chunks)
-            if self._driver.features.batch_copy:
-                locked = chunks < self._locks.locked
-                dsts, srcs, sizes = copies[:, locked].tolist()
-                self._driver.copy_batch(dsts, srcs, sizes, way.stream)
-                copies = copies[:, ~locked]
-        for dst, src, nbytes in copies.T.tolist():
-            self._driver.copy(dst, src, nbytes, way.stream)
+        copies, _ = joined(copies, np.zeros_like(copies[0]))
+        copies, locked = self._locks.split(copies, 0 if way.direction is Direction.TO_HOST else 1)
+        self._driver.copy_many(copies, locked, way.stream)
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:

@@ -67,8 +67,9 @@ class GroupTable:
 
     def use(self, slots: Sequence[SlotId], first: int) -> None:
         """Notes that ``slots`` were used in this order, from counter ``first`` on."""
-        # A repeated slot keeps its later counter: numpy stores in order.
-        self.last_use[np.array(slots, np.intp)] = np.arange(first, first + len(slots), dtype=np.uint64)
+        # A repeated slot keeps its later counter: numpy stores in order. A slot of a folded log may have a new block.
+        places, counters = np.array(slots, np.intp), np.arange(first, first + len(slots), dtype=np.uint64)
+        self.last_use[places] = np.maximum(self.last_use[places], counters)
 
 
 class DiskWrite(NamedTuple):
@@ -156,15 +157,22 @@ class Batch:
         keys = (Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES))
         slots = [slot for key in keys if (slot := self._slot_of(group, key)) is not None]
         if slots:
-            table = self._tables[group]
-            first = table.counter
-            table.counter += len(slots)
-            self.changes[group].touches += encode_touches(slots, first)
-            self._touches.append((group, slots, first))
+            self._use(group, slots)
 
     def fold(self, group: GroupId) -> None:
-        """Replaces the log of touches by the resulting order. The touches of this batch follow it."""
-        self.changes[group].recency = self._tables[group].last_use
+        """Begins the log of touches anew, with one use of each slot in the present order. Call this before the puts and
+        touches of the batch, which come later in the order."""
+        last_use = self._tables[group].last_use
+        order = np.argsort(last_use, kind="stable")
+        self.changes[group].anew = True
+        self._use(group, order[last_use[order] > 0].tolist())
+
+    def _use(self, group: GroupId, slots: Sequence[SlotId]) -> None:
+        table = self._tables[group]
+        first = table.counter
+        table.counter += len(slots)
+        self.changes[group].touches += encode_touches(slots, first)
+        self._touches.append((group, slots, first))
 
     def condemn(self, group: GroupId, slot: SlotId) -> None:
         """Remembers that a slot's bytes were corrupt, unless the batch puts a block there."""

@@ -21,12 +21,11 @@ import lmdb
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk import superblock
-from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
+from kvtierd.tiers.disk.records import HEAD_BYTES, restated, sequence_key, slot_key
 
 if TYPE_CHECKING:
     from lmdb import _Database
 from kvtierd.core.ids import Traits
-from kvtierd.tiers.disk.records import Counters
 
 ENGINE: Final = 0
 """LMDB 0.9, never the library's default: LMDB 0.9 and 1.0 cannot read each other's files."""
@@ -128,7 +127,6 @@ class StoredGroup:
 
     keys: Sequence[Key]
     records: Sequence[bytes]
-    recency: Sequence[tuple[SlotId, bytes]]
     touches: Sequence[bytes]
     quarantined: frozenset[SlotId]
 
@@ -139,7 +137,6 @@ class _GroupDatabases:
 
     records: _Database
     touches: _Database
-    recency: _Database
     quarantine: _Database
     quarantined: set[SlotId] = field(default_factory=set)
     next_touch: int = 0
@@ -150,7 +147,7 @@ class _GroupDatabases:
         def database(name: str) -> _Database:
             return env.open_db(f"{name}-{group}".encode())
 
-        opened = cls(database("records"), database("touches"), database("recency"), database("quarantine"))
+        opened = cls(database("records"), database("touches"), database("quarantine"))
         with env.begin() as txn:
             opened.quarantined.update(_slots(txn, opened.quarantine))
         return opened
@@ -209,7 +206,6 @@ class Index:
         dbs = self._groups[group]
         with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
             items = list(_entries(txn, dbs.records, KEY_BYTES))
-            recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in _entries(txn, dbs.recency, 4)]
             touches = list(_entries(txn, dbs.touches, 8))
             quarantined = frozenset(_slots(txn, dbs.quarantine))
         dbs.next_touch = int.from_bytes(touches[-1][0], "big") + 1 if touches else 0
@@ -217,7 +213,6 @@ class Index:
         return StoredGroup(
             keys=[Key(key) for key, _ in items],
             records=[value for _, value in items],
-            recency=recency,
             touches=[value for _, value in touches],
             quarantined=quarantined,
         )
@@ -258,7 +253,7 @@ class Index:
         env = lmdb.open(
             str(self._path),
             map_size=self._map_bytes,
-            max_dbs=4 * len(self._ids),
+            max_dbs=3 * len(self._ids),
             max_readers=8,
             mode=superblock.PRIVATE_FILE,
             writemap=False,  # with writemap, a full disk is a SIGBUS
@@ -287,7 +282,7 @@ class Index:
         for group, change in changes.items():
             dbs = self._groups[group]
             dbs.quarantined.difference_update(change.lift)
-            if change.recency is not None:
+            if change.anew:
                 dbs.touch_bytes = 0
             dbs.next_touch += len(change.touches)
             dbs.touch_bytes += sum(len(value) + _TOUCH_OVERHEAD for value in change.touches)
@@ -299,10 +294,8 @@ def _apply(txn: lmdb.Transaction[bytes], dbs: _GroupDatabases, change: IndexChan
             txn.delete(key, db=dbs.records)
         else:
             txn.put(key, record, db=dbs.records)
-    if change.recency is not None:
+    if change.anew:
         txn.drop(dbs.touches, delete=False)
-        for place, value in encode_recency(change.recency):
-            txn.put(place, value, db=dbs.recency)
     for sequence, value in enumerate(change.touches, dbs.next_touch):
         txn.put(sequence_key(sequence), value, db=dbs.touches)
     for slot in change.quarantine:
@@ -354,8 +347,8 @@ class IndexChanges:
     puts: list[tuple[Key, bytes]] = field(default_factory=list)
     restate: list[tuple[Key, Traits]] = field(default_factory=list)
     touches: list[bytes] = field(default_factory=list)
-    recency: Counters | None = None
-    """Replaces the recency and all touches so far; ``touches`` come after it."""
+    anew: bool = False
+    """The touches replace all touches so far."""
     quarantine: list[SlotId] = field(default_factory=list)
     lift: list[SlotId] = field(default_factory=list)
     """Slots with a new block, which leave the quarantine."""

@@ -11,13 +11,11 @@ records-<group>     the block key, 32    ``record``: the seal; u8 version = 1, u
                                          then the event hash, the checksum of its commit, 16 bytes, the tokens and
                                          the scope
 touches-<group>     u64 big-endian,      ``touches``: the seal; u64 first, then u32 slots: the n-th slot was used at
-                    rising               ``first`` + n
-recency-<group>     u32 big-endian,      ``recency``: the seal; u64 last use of up to ``RECENCY_SLOTS`` slots from
-                    first slot           this slot on; older than all touches
+                    rising               ``first`` + n. A log that has grown long is replaced by one use of each slot
 quarantine-<group>  u32 big-endian slot  empty
 ==================  ===================  ==========================================================================
 
-A slot's last use is the greatest counter in its record, the recency and the touches. Counters only grow, so a block's
+A slot's last use is the greatest counter in its record and the touches. Counters only grow, so a block's
 record outranks every counter of the slot's earlier block. Values stay under half a page: LMDB puts larger values on
 runs of pages, which a nearly full map may not have.
 
@@ -58,7 +56,6 @@ from kvtierd.core.ids import (
 from kvtierd.core.ids import rows as rows_of
 
 VERSION: Final = 1
-RECENCY_SLOTS: Final = 240
 TOUCHES_PER_VALUE: Final = 470
 
 Counters = NDArray[np.uint64]
@@ -232,19 +229,6 @@ def decode_touches(value: bytes) -> tuple[Slots, Counters]:
     (first,) = _TOUCHES.unpack_from(value, _SEAL_BYTES)
     slots = np.frombuffer(value, dtype="<u4", offset=_SEAL_BYTES + _TOUCHES.size)
     return slots, np.arange(first, first + len(slots), dtype=np.uint64)
-
-
-def encode_recency(last_use: Counters) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values for the whole table."""
-    for start in range(0, len(last_use), RECENCY_SLOTS):
-        key = slot_key(start)
-        yield key, _sealed(last_use[start : start + RECENCY_SLOTS].astype("<u8").tobytes(), key)
-
-
-def decode_recency(first: SlotId, value: bytes) -> Counters:
-    """Last uses of the slots from ``first`` on; empty if the seal is broken."""
-    whole = _is_whole(value, slot_key(first))
-    return np.frombuffer(value, dtype="<u8", offset=_SEAL_BYTES) if whole else np.empty(0, np.uint64)
 
 
 def slot_key(slot: int) -> bytes:

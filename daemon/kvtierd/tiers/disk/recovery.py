@@ -18,7 +18,7 @@ from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.recovery import reachable
 from kvtierd.tiers.disk.batch import GroupTable
 from kvtierd.tiers.disk.index import StoredGroup
-from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
+from kvtierd.tiers.disk.records import Counters, decode_records, decode_touches, parents_of, traits_of
 from kvtierd.tiers.disk.slab import SlabShape
 
 
@@ -91,11 +91,8 @@ def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
 
 
 def _last_uses(stored: StoredGroup, shape: SlabShape) -> Counters:
-    """The last use of every slot by recency and touches; 0 = none."""
+    """The last use of every slot by the touches; 0 = none."""
     last_use: Counters = np.zeros(shape.slots, np.uint64)
-    for first, value in stored.recency:
-        counters = decode_recency(first, value)[: max(0, shape.slots - first)]
-        last_use[first : first + len(counters)] = counters
     for value in stored.touches:
         slots, counters = decode_touches(value)
         inside = slots < shape.slots

@@ -347,16 +347,16 @@ class DiskStore:
     ) -> tuple[Batch, frozenset[int]]:
         """Plans the transaction without ``lost`` writes. Returns also the indices of all writes that are not in it."""
         batch = Batch(self._tables)
+        for group in {group for group, _ in touches}:
+            most = max(_MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * self._shapes[group].slots)
+            if self._index.touch_bytes(group) > most:
+                batch.fold(group)
         batch.retire(retire)
         failed = batch.put(writes, checksums, lost, self._doubtful)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:
             batch.touch(group, packed)
-            if self._index.touch_bytes(group) > max(
-                _MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * self._shapes[group].slots
-            ):
-                batch.fold(group)
         return batch, failed
 
     def _commit(self, batch: Batch) -> None:

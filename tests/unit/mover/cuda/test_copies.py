@@ -59,8 +59,9 @@ def test_a_record_for_the_disk_has_zeros_between_its_parts(rig: Rig) -> None:
             assert np.asarray(whole_record).ctypes.data % 4096 == 0
             padding = slice(pool.record_offset + pool.block_bytes, pool.record_offset + pool.padded_bytes)
             assert not any(whole_record[padding])
-    assert [one.place for one in load.numbered()] == [4, 9]
-    assert [one.number for one in load.numbered()] == [0, 1]
+    first, record_bytes = buffer.address, layout.groups[0].record_bytes
+    assert load.at([4, 9]) == {GROUP: ([2, 1], [first, first + record_bytes])}
+    assert load.at([9]) == {GROUP: ([1], [first + record_bytes])}
     buffer.close()
 
 

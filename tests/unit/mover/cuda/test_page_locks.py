@@ -2,19 +2,29 @@
 
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.abi.cuda import driver as cuda_driver
+from kvtier.abi.cuda import page_locks
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk
-from kvtierd.mover.cuda.plan import SegmentLocks, chunks_of, in_turn
+from kvtier.abi.cuda.page_locks import PageLocks
 from tests.fake_cuda import load_fake, until
 
 PAGE = 4096
+CHUNK = 2 * PAGE
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_locks, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture
@@ -23,10 +33,8 @@ def pages() -> mmap.mmap:
 
 
 @pytest.fixture
-def chunks(pages: mmap.mmap) -> list[Chunk]:
-    """Of two groups in turn: the first has chunks at 0, 2, 4, the second at 8 and 10 (in pages)."""
-    start = np.frombuffer(pages, np.uint8).ctypes.data
-    return [Chunk(start + first * PAGE, 2 * PAGE) for first in (0, 8, 2, 10, 4)]
+def start(pages: mmap.mmap) -> int:
+    return np.frombuffer(pages, np.uint8).ctypes.data
 
 
 class Slow(Driver):
@@ -50,36 +58,59 @@ def driver() -> Iterator[Slow]:
     assert fake.fake_left() == {}
 
 
-def test_what_is_ready_is_known_chunk_by_chunk_and_all_is_undone(driver: Slow, chunks: list[Chunk]) -> None:
-    locks = SegmentLocks("cache", driver, chunks)
+def test_what_is_ready_is_known_chunk_by_chunk_and_all_is_undone(driver: Slow, start: int) -> None:
+    locks = PageLocks("cache", driver, start, 10 * PAGE - 1)
     locks.start(None)
-    assert locks.locked == 0
+    assert locks.nbytes == 0
     driver.may.release(3)
-    until(lambda: locks.nbytes == 3 * 2 * PAGE)
-    assert locks.locked == 3
+    until(lambda: locks.nbytes == 3 * CHUNK)
 
     driver.may.release(2)
     until(lambda: locks.nbytes == locks.total)
-    assert locks.locked == 5
     assert locks.nbytes == locks.total == 10 * PAGE
     assert locks.problem is None
     assert locks.close()
     assert locks.nbytes == 0
 
 
-def test_an_address_is_told_by_its_chunk_and_a_strangers_is_nobodys(chunks: list[Chunk]) -> None:
-    locks = SegmentLocks("cache", Driver(load_fake(), "cuda"), chunks)
-    firsts = np.array([chunk.address for chunk in chunks])
-    assert locks.chunks_at(firsts).tolist() == [0, 1, 2, 3, 4]
-    assert locks.chunks_at(firsts + 2 * PAGE - 1).tolist() == [0, 1, 2, 3, 4]
-    assert (
-        locks.chunks_at(np.array([1, firsts[0] - 1, firsts[4] + 2 * PAGE, firsts[3] + 2 * PAGE])).tolist() == [-1] * 4
+COPIES = st.lists(st.tuples(st.integers(-CHUNK, 12 * PAGE), st.integers(0, CHUNK), st.integers(1, 3 * CHUNK)))
+
+
+@given(COPIES, st.sampled_from([0, 1]), st.integers(0, 5))
+def test_copies_are_cut_where_chunks_meet(copies: list[tuple[int, int, int]], side: int, ready: int) -> None:
+    start = 1 << 30
+    locks = PageLocks("cache", Driver(load_fake(), "cuda"), start, 10 * PAGE)
+    locks.nbytes = ready * CHUNK
+    given_copies = np.array([(start + place, other, nbytes) for place, other, nbytes in copies], np.int64).reshape(
+        -1, 3
     )
-    assert SegmentLocks("none", Driver(load_fake(), "cuda"), []).chunks_at(firsts).tolist() == [-1] * 5
+    rows = [0, 1, 2] if side == 0 else [1, 0, 2]
+
+    found, locked = locks.split(given_copies.T[rows], side)
+
+    pieces = found[rows].T.tolist()
+    moved = Counter((there + n, other + n) for there, other, nbytes in pieces for n in (0, nbytes - 1))
+    wanted = Counter()
+    for there, other, nbytes in given_copies.tolist():
+        ends = [(there - start) // CHUNK * CHUNK + start, there + nbytes]
+        borders = [there, *range(ends[0] + CHUNK, ends[1], CHUNK), there + nbytes]
+        wanted.update(
+            (first + n, other + first + n - there) for first, last in pairwise(borders) for n in (0, last - first - 1)
+        )
+    assert moved == wanted
+    for (there, _, nbytes), is_locked in zip(pieces, locked.tolist(), strict=True):
+        offset = there - start
+        assert is_locked == (offset < 0 or offset >= 10 * PAGE or offset + nbytes <= locks.nbytes)
 
 
-def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, chunks: list[Chunk]) -> None:
-    locks = SegmentLocks("cache", driver, chunks)
+def test_memory_that_no_lock_covers_is_taken_for_locked() -> None:
+    locks = PageLocks("none", Driver(load_fake(), "cuda"), 0, 0)
+    _, locked = locks.split(np.array([[4096], [77], [10]]), 0)
+    assert locked.tolist() == [True]
+
+
+def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, start: int) -> None:
+    locks = PageLocks("cache", driver, start, 10 * PAGE - 1)
     locks.start(None)
     driver.may.release(1)
     until(lambda: locks.nbytes > 0)
@@ -91,33 +122,18 @@ def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, ch
     assert locks.nbytes == 0
 
 
-def test_chunks_are_whole_pages_of_a_host_whose_pages_are_larger_than_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, record = 16 * PAGE, 3 * PAGE
-    monkeypatch.setattr(cuda_driver, "HOST_PAGE", page)
-    chunks = list(chunks_of(0, 30_001, record))
-    assert all(chunk.address % page == chunk.nbytes % page == chunk.address % record == 0 for chunk in chunks)
-    ends = [chunk.address + chunk.nbytes for chunk in chunks]
-    assert [0, *ends[:-1]] == [chunk.address for chunk in chunks]
-    assert 0 <= ends[-1] - 30_001 * record < page
+def test_chunks_are_whole_pages_of_a_host_whose_pages_are_larger(
+    driver: Slow, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "HOST_PAGE", 4 * PAGE)
+    assert PageLocks("cache", driver, start, 9 * PAGE + 1).total == 12 * PAGE
 
 
-def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) -> None:
+def test_memory_that_cannot_be_unlocked_must_stay_mapped(start: int) -> None:
     failure = {"call": "cuMemHostUnregister", "code": "CUDA_ERROR_INVALID_VALUE", "after": 1}
     driver = Driver(load_fake(fail=[failure]), "cuda")
-    locks = SegmentLocks("cache", driver, chunks)
+    locks = PageLocks("cache", driver, start, 10 * PAGE - 1)
     locks.start(None)
     until(lambda: locks.nbytes == locks.total)
     assert not locks.close()
-    assert locks.nbytes == 4 * 2 * PAGE
-
-
-def test_chunks_are_whole_slots_and_come_group_by_group_in_turn() -> None:
-    small, large = 12 * PAGE, CHUNK_BYTES + PAGE
-    first = list(chunks_of(0, 3000, small))
-    assert sum(chunk.nbytes for chunk in first) == 3000 * small
-    assert all(chunk.address % small == 0 for chunk in first)
-    assert all(chunk.nbytes <= CHUNK_BYTES < chunk.nbytes + small for chunk in first[:-1])
-    second = list(chunks_of(1 << 40, 2, large))
-    assert len(second) == 2
-    assert in_turn([iter(first), iter(second)])[:4] == [first[0], second[0], first[1], second[1]]
-    assert list(chunks_of(0, 0, small)) == []
+    assert locks.nbytes == 4 * CHUNK

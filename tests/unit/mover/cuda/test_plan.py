@@ -1,90 +1,86 @@
 """A batch's copies: every byte where a slot-by-slot copy puts it, nothing else touched, no range overstepped."""
 
-from collections.abc import Mapping
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtierd.core.ids import GroupId, SlotId
-from kvtierd.mover.cuda.plan import Pairs, Path, joined, plan
+from kvtier.abi.cuda.driver import Copies, joined
+from kvtier.abi.layout import ArenaLayout
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.mover.cuda.plan import Direction, Sites
 
 SLOTS = 12
 GROUP = GroupId(0)
+HOST_AT, DEVICE_AT = 1 << 30, 1 << 40
 
 
-def pairs(*slots: tuple[int, int], group: GroupId = GROUP) -> Pairs:
-    return {group: ([SlotId(src) for src, _ in slots], [SlotId(dst) for _, dst in slots])}
-
-
-def path(target: tuple[int, int], source: tuple[int, int], nbytes: int) -> Path:
-    """Of one pool. Sides are (address of slot 0, bytes from slot to slot)."""
-    return Path(np.array([target, source])[:, :, None, None], np.array([[nbytes]]))
-
-
-def planned(copies: Pairs, of: Path) -> list[list[int]]:
-    """(destination, source, bytes) of each copy, in one range."""
-    found = plan(copies, {GROUP: of})
-    return joined(found, np.zeros_like(found[0]))[0].T.tolist()
+def in_one_range(copies: list[tuple[int, int, int]]) -> list[list[int]]:
+    """(destination, source, bytes) of each copy."""
+    return joined(np.array(copies).T, np.zeros(len(copies), np.int64))[0].T.tolist()
 
 
 def test_adjacent_slots_without_gaps_are_one_copy() -> None:
-    assert planned(pairs((4, 7), (3, 6), (5, 8)), path((5000, 10), (1000, 10), 10)) == [[5060, 1030, 30]]
+    assert in_one_range([(5070, 1040, 10), (5060, 1030, 10), (5080, 1050, 10)]) == [[5060, 1030, 30]]
 
 
 def test_a_gap_on_one_side_keeps_slots_apart() -> None:
-    found = planned(pairs((4, 7), (3, 6)), path((5000, 10), (1000, 16), 10))
-    assert found == [[5060, 1048, 10], [5070, 1064, 10]]
+    assert in_one_range([(5070, 1064, 10), (5060, 1048, 10)]) == [[5060, 1048, 10], [5070, 1064, 10]]
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[Mapping[GroupId, Path], int]:
-    """Pools of two groups, apart from each other, and how much memory they take on either side."""
-    paths: dict[GroupId, Path] = {}
-    end = 0
-    for group in range(2):
-        pools = []
-        for _ in range(draw(st.integers(1, 2))):
-            nbytes = draw(st.integers(1, 5))
-            strides = [nbytes + draw(st.integers(0, 2)) for _ in range(2)]
-            pools.append(([[end, stride] for stride in strides], nbytes))
-            end += SLOTS * max(strides)
-        sides = np.array([sides for sides, _ in pools]).transpose(1, 2, 0)
-        paths[GroupId(group)] = Path(sides[..., None], np.array([[nbytes] for _, nbytes in pools]))
-    return paths, end
+@given(st.permutations(range(12)), st.sampled_from([1, 3, 100]), st.integers(0, 2))
+def test_joined_copies_move_the_same_bytes_within_their_ranges(order: list[int], of_range: int, gap: int) -> None:
+    copies = np.array([(100 + 10 * n, 500 + (10 + gap * (n % 4 == 0)) * n, 10) for n in order]).T
+    ranges = np.array(order) // of_range
+
+    found, their_ranges = joined(copies, ranges)
+
+    def moved(some: Copies) -> list[tuple[int, int]]:
+        return sorted((dst + n, src + n) for dst, src, nbytes in some.T.tolist() for n in range(nbytes))
+
+    assert moved(found) == moved(copies)
+    for (dst, _, nbytes), of in zip(found.T.tolist(), their_ranges.tolist(), strict=True):
+        assert {(dst - 100) // 10 // of_range, (dst + nbytes - 101) // 10 // of_range} == {of}
 
 
-PAIRS = st.dictionaries(st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1)).filter(
-    lambda pairs: len(set(pairs.values())) == len(pairs)
-)
+class Device:
+    """Addresses of a device tier, as :class:`kvtierd.tiers.cuda.pool.CudaDevice` tells them."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self._layout = layout
+
+    def address(self, group: GroupId, pool: int, slot: SlotId) -> int:
+        return DEVICE_AT + self._layout.groups[group].pools[pool].device_offset + slot * self.stride(group, pool)
+
+    def stride(self, group: GroupId, pool: int) -> int:
+        return self._layout.groups[group].pools[pool].padded_bytes
 
 
-@given(layouts(), PAIRS, PAIRS, st.sampled_from([1, 7, 1000]))
-def test_copies_do_what_copying_slot_by_slot_does(
-    layout: tuple[Mapping[GroupId, Path], int], first: dict[int, int], second: dict[int, int], range_bytes: int
+PAIRS = st.dictionaries(st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1), min_size=1)
+GROUPS = st.lists(st.lists(st.integers(1, 9000), min_size=1, max_size=3), min_size=2, max_size=2)
+
+
+@given(GROUPS, PAIRS, PAIRS, st.sampled_from(Direction))
+def test_every_part_goes_where_the_layout_has_it(
+    groups: list[list[int]], first: dict[int, int], second: dict[int, int], direction: Direction
 ) -> None:
-    paths, size = layout
-    memory = np.arange(1, size + 1, dtype=np.uint32)
-    expected = np.zeros(size, np.uint32)
-    for group, slots in enumerate((first, second)):
-        targets, sources = paths[GroupId(group)].parts[..., 0].transpose(0, 2, 1).tolist()
-        for pool, nbytes in enumerate(paths[GroupId(group)].nbytes[:, 0].tolist()):
-            for src, dst in slots.items():
-                begin = sources[pool][0] + src * sources[pool][1]
-                end = targets[pool][0] + dst * targets[pool][1]
-                expected[end : end + nbytes] = memory[begin : begin + nbytes]
-    each = plan({**pairs(*first.items()), **pairs(*second.items(), group=GroupId(1))}, paths)
-    if not each.size:
-        return
-
-    copies, ranges = joined(each, each[0] // range_bytes)
-
-    found = np.zeros(size, np.uint32)
-    for into, start, nbytes in copies.T.tolist():
-        assert not found[into : into + nbytes].any()
-        found[into : into + nbytes] = memory[start : start + nbytes]
-        inside = (each[0] >= into) & (each[0] < into + nbytes)
-        assert len(set((each[0][inside] // range_bytes).tolist())) == 1
-    assert np.array_equal(found, expected)
-    assert (copies[0] // range_bytes == ranges).all()
-    assert copies[2].sum() == np.count_nonzero(expected)
+    pools = [tuple(map(PoolSpec.opaque, sizes)) for sizes in groups]
+    spec = CacheSpec("m", "float16", 16, groups=tuple(WindowGroupSpec(pools=some) for some in pools))
+    tiers = (Tier.DEVICE, Tier.HOST)
+    layout = ArenaLayout.plan(spec, {(group, tier): SLOTS for group in range(2) for tier in tiers})
+    device = Device(layout)
+    sites = Sites(layout, device, HOST_AT)  # type: ignore[arg-type]
+    wanted, records = set(), {}
+    for group, pairs in enumerate((first, second)):
+        place = layout.groups[group]
+        at = sites.host_records(GroupId(group), [SlotId(slot) for slot in pairs.values()])
+        records[GroupId(group)] = [SlotId(slot) for slot in pairs], at
+        for on_device, on_host in pairs.items():
+            for number, pool in enumerate(place.pools):
+                host = HOST_AT + place.host_offset + on_host * place.record_bytes + pool.record_offset
+                there = device.address(GroupId(group), number, SlotId(on_device))
+                ends = (host, there) if direction is Direction.TO_HOST else (there, host)
+                wanted.add((*ends, pool.block_bytes))
+    copies = sites.plan(direction, records).T.tolist()
+    assert len(copies) == len(wanted)
+    assert set(map(tuple, copies)) == wanted

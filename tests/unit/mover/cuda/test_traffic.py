@@ -11,9 +11,9 @@ import pytest
 from kvtier.abi.cuda.driver import BATCH, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
-from kvtier.abi.cuda.page_locks import Chunk
+from kvtier.abi.cuda.page_locks import PageLocks
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.plan import Direction, SegmentLocks
+from kvtierd.mover.cuda.plan import Direction
 from kvtierd.mover.cuda.traffic import Hazards, Passage, Touched, Traffic
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
@@ -43,7 +43,7 @@ class Rig:
         self.driver = Driver(self.fake, "cuda")
         self.memory = DeviceMemory.create(self.driver, SLOT * SLOTS)
         self.host: Bytes = np.frombuffer(mmap.mmap(-1, SLOT * SLOTS), dtype=np.uint8)
-        self.locks = SegmentLocks("rig", self.driver, [Chunk(self.host.ctypes.data, SLOT * SLOTS)])
+        self.locks = PageLocks("rig", self.driver, self.host.ctypes.data, SLOT * SLOTS)
         self.pool = Pool()
         self.traffic = Traffic(self.driver, self.pool, self.locks)
 
@@ -331,7 +331,7 @@ def test_events_are_used_again(rig: Rig) -> None:
     assert rig.fake.fake_left()["events"] == 1
 
 
-def until_locked(locks: SegmentLocks) -> None:
+def until_locked(locks: PageLocks) -> None:
     while locks.nbytes < locks.total:
         assert locks.problem is None
 
