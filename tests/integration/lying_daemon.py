@@ -45,7 +45,7 @@ def lies_in_snapshots(lie: Snapshot, times: int = 1) -> None:
     async def slices(self: EventsService, epoch: int, cursor: int, watcher: Any) -> AsyncGenerator[bytes, None]:
         print("a snapshot begins", file=sys.stderr, flush=True)
         for cache in list(self._catalog):
-            honest = self._slice(epoch, cursor, cache, GroupId(0), [], watcher)
+            (honest,) = [part async for part in self._slices_of_group(epoch, cursor, cache, GroupId(0), watcher)]
             for _ in range(times):
                 batch = events_pb2.WatchBatch.FromString(honest)
                 lie(batch)

@@ -42,8 +42,7 @@ CHUNK = 16 << 10
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (page_locks, memory):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(page_locks, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_copies_are_cut_where_chunks_meet(copies: list[tuple[int, int, int]], si
 
     pieces = found[rows].T.tolist()
     moved = Counter((there + n, other + n) for there, other, nbytes in pieces for n in (0, nbytes - 1))
-    wanted = Counter()
+    wanted: Counter[tuple[int, int]] = Counter()
     for there, other, nbytes in given_copies.tolist():
         ends = [(there - start) // CHUNK * CHUNK + start, there + nbytes]
         borders = [there, *range(ends[0] + CHUNK, ends[1], CHUNK), there + nbytes]
