@@ -24,8 +24,8 @@ from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
-from kvtier.asked import Asked
 from kvtier.buffers import Reach, Rows
+from kvtier.chains import Asked
 from kvtier.deadline import PASSED, Deadline, Fence, Stream
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import Gpu

@@ -69,17 +69,18 @@ class Hint:
     version: int = 1
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], **more: Any) -> Self:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """Makes a hint of JSON values. Raises :class:`InvalidArgument`."""
         require_kind("hint", given, Mapping)
         if unknown := sorted(set(given) - {each.name for each in fields(cls)}):
             raise InvalidArgument(f"hint.{unknown[0]}", given[unknown[0]], "left out: a hint has no such field")
-        return cls(**{"action": "", **given, **more})
+        tokens = given.get("tokens", (0, None))
+        return cls(**{"action": "", **given, "tokens": tuple(tokens) if isinstance(tokens, list) else tokens})
 
     def message(self) -> blocks_pb2.Hint:
         """The hint on the wire. Raises :class:`InvalidArgument`."""
         require_kind("hint.action", self.action, str)
-        require_kind("hint.tokens", self.tokens, tuple, list)
+        require_kind("hint.tokens", self.tokens, tuple)
         if len(self.tokens) != 2:
             raise InvalidArgument("hint.tokens", self.tokens, "a half-open range: its start, and its end or None")
         first, end = self.tokens

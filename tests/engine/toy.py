@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtier import Client
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Mover, PageGroup, PlaneLayout, Planner
-from kvtier.engine.keys import TokenChain
+from kvtier.engine.request import TokenChain
 
 TOKENS: Final = 4
 PLAIN: Final = Layout("toy", TOKENS, (PageGroup((PlaneLayout("l0.k", 5000), PlaneLayout("l0.v", 4096))),))

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import STATE, EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
-from kvtier.engine.keys import TokenChain
+from kvtier.engine.request import TokenChain
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.wire import MAX_KEYS

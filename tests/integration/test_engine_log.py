@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.connectors.store import Store
 from kvtier.engine import EngineOptions
-from kvtier.engine import log as engine_log
+from kvtier.engine import client as engine_log
 from tests.engine.toy import PLAIN, engine, wait_until
 from tests.integration.blocks import SPEC
 from tests.integration.conftest import own_daemon

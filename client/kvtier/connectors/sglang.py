@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from kvtier.abi.spec import STATE, STATE_TOKENS, CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.connectors.store import SETTINGS, Store
 from kvtier.engine import EngineOptions, Weights, weights_of
-from kvtier.engine.log import below
+from kvtier.engine.client import below
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Blocks
-from kvtier.engine.client import OPEN_S, EngineClient
+from kvtier.engine.client import OPEN_S, EngineClient, opened
 from kvtier.engine.layout import cache_name
-from kvtier.engine.log import opened
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions, Share
 from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument

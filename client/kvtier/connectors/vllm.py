@@ -46,8 +46,8 @@ from kvtier.connectors.vllm_layout import layout_of, require_supported, states_o
 from kvtier.connectors.vllm_stats import KvtierMetrics, KvtierStats, NewCounts
 from kvtier.deadline import StreamObject
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
-from kvtier.engine.hints import RequestHints
-from kvtier.engine.log import below
+from kvtier.engine.client import below
+from kvtier.engine.request import RequestHints
 from kvtier.engine.work import NO_PAGE, Save
 from kvtier.errors import CallerError
 

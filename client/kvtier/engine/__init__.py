@@ -5,11 +5,11 @@ sends the movers a :class:`Work`; a mover answers each ticket with an :class:`Co
 """
 
 from kvtier.abi.spec import STATE
-from kvtier.engine.keys import KeyChain, TokenChain
 from kvtier.engine.layout import GroupPages, Layout, PageGroup, PlaneLayout
 from kvtier.engine.mover import Mover
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.planner import Planner
+from kvtier.engine.request import KeyChain, TokenChain
 from kvtier.engine.weights import Adapters, Weights, weights_of
 from kvtier.engine.work import Completed, CopyResult, Load, Save, Work
 

@@ -24,9 +24,8 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
-from kvtier.engine.client import EngineClient
+from kvtier.engine.client import EngineClient, opened
 from kvtier.engine.layout import Layout
-from kvtier.engine.log import opened
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed

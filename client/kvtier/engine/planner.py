@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Self
 
-from kvtier.engine.hints import RequestHints
-from kvtier.engine.keys import KeyChain
 from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, NewBlock, Slot, Writing, placed
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
+from kvtier.engine.request import KeyChain, RequestHints
 from kvtier.engine.states import KeptStates
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
 from kvtier.events import WatchItem

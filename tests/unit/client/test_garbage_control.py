@@ -22,7 +22,7 @@ from kvtier.abi.key_index import ENTRIES_OFFSET, ENTRY, KEY_BYTES, TIERS_OFFSET
 from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import MappedArena
-from kvtier.asked import Asked
+from kvtier.chains import Asked
 from kvtier.errors import DaemonError
 from kvtier.reading import Reader
 from kvtier.types import Tier

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import Hint
-from kvtier.engine.hints import MOST, RequestHints
+from kvtier.engine.request import MOST, RequestHints
 
 KEYS = bytes(range(32))
 

@@ -15,7 +15,7 @@ from kvtierd.core.ids import GroupId, Key, Traits
 from kvtierd.mover.executor import ShuttingDown
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.deleting import BATCH, Deleter
-from kvtierd.service.remote.known import Known
+from kvtierd.service.remote.sources import Known
 from kvtierd.tiers.remote.base import Listed, RemoteStore
 from kvtierd.tiers.remote.objects import GroupPrefix, encode, parse
 

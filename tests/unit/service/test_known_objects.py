@@ -1,6 +1,6 @@
 """What is known of a store's objects, by a clock of the test's own."""
 
-from kvtierd.service.remote.known import ABSENT_S, THERE_S, Known
+from kvtierd.service.remote.sources import ABSENT_S, THERE_S, Known
 
 
 def test_knowledge_ends():

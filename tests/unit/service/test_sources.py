@@ -5,8 +5,7 @@ from typing import cast
 
 import pytest
 
-from kvtierd.service.remote.known import HOLE_S, UNREADABLE_S, Known
-from kvtierd.service.remote.sources import Source, Sources
+from kvtierd.service.remote.sources import HOLE_S, UNREADABLE_S, Known, Source, Sources
 from kvtierd.tiers.remote.base import ABSENT, FAILED, UNANSWERED, RemoteRefused, RemoteStore, RemoteUnavailable
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store

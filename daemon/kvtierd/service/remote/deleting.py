@@ -21,7 +21,7 @@ from kvtierd.core.ids import Key
 from kvtierd.mover.executor import ShuttingDown
 from kvtierd.service.cache import prefix_of
 from kvtierd.service.forgotten import Forgotten
-from kvtierd.service.remote.known import Known
+from kvtierd.service.remote.sources import Known
 from kvtierd.tiers.remote.base import Listed, RemoteStore
 from kvtierd.tiers.remote.objects import LINK_BYTES, GroupPrefix, parent_in, parse
 

@@ -19,8 +19,7 @@ from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.deleting import BATCH, Deleter
 from kvtierd.service.remote.fetching import Fetcher
-from kvtierd.service.remote.known import Known
-from kvtierd.service.remote.sources import Source, Sources
+from kvtierd.service.remote.sources import Known, Source, Sources
 from kvtierd.service.remote.telling import Generations, Teller
 from kvtierd.service.remote.writing import Writer
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore

@@ -27,7 +27,7 @@ from kvtierd.service.cache import ServedCache
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.forgotten import Forgotten, Past
 from kvtierd.service.hub import EventHub
-from kvtierd.service.remote.known import Known
+from kvtierd.service.remote.sources import Known
 from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.base import Bytes, TierError
 from kvtierd.tiers.disk.store import DiskRead
