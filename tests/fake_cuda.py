@@ -11,8 +11,17 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from kvtier.abi.cuda import driver as cuda_driver
+from kvtier.abi.cuda.driver import Driver
+from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.memory.arrays import Bytes
+from kvtier.memory.gpu import Gpu
 
 FAKES: Final = Path(__file__).parent / "fakes"
 VARIABLE: Final = "KVTIER_FAKE_CUDA"
@@ -54,6 +63,27 @@ def load_fake(**settings: Any) -> ModuleType:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
+
+
+def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Has this process find its GPUs in the fake, which it has not opened yet."""
+    monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
+    monkeypatch.setattr(Gpu, "_open", {})
+    return fake
+
+
+class GpuArray:
+    """Rows of bytes in memory of a GPU, ``stride`` bytes apart. ``bytes``: the same memory, since the fake's addresses
+    are this process's own."""
+
+    def __init__(self, driver: Driver, *shape: int, content: object = 0, stride: int = 1) -> None:
+        self.memory = DeviceMemory.create(driver, shape[0] * max(stride, *shape[1:], 1))
+        place = {"shape": shape, "typestr": "|u1", "data": (int(self.memory.address), False), "version": 3}
+        if stride > 1:
+            place["strides"] = (stride, 1)
+        self.__cuda_array_interface__: dict[str, Any] = place
+        self.bytes: Bytes = np.asarray(SimpleNamespace(__array_interface__=place))
+        self.bytes[:] = content
 
 
 def until(true: Callable[[], object]) -> None:

@@ -30,11 +30,8 @@ from kvtier import (
     connect,
     session,
 )
-from kvtier.abi.cuda import driver as cuda_driver
-from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.deadline import PASSED
-from kvtier.memory.gpu import Gpu
-from tests.fake_cuda import load_fake
+from tests.fake_cuda import GpuArray, load_fake, use
 from tests.forking import in_child
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, opened_cache, sizes
 from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
@@ -45,13 +42,6 @@ KEYS = chain("on gpu", 3)
 OTHERS = chain("others", 3)
 OK = [BlockResult.OK] * 3
 BUDGETS = sizes(device=8, host=8)
-
-
-def use(fake, monkeypatch):
-    """Has this process find its GPU in the fake, which it has not opened yet."""
-    monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
-    monkeypatch.setattr(Gpu, "_open", {})
-    return fake
 
 
 @pytest.fixture
@@ -182,73 +172,47 @@ async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on
             assert_bytes(OTHERS, await cache.get(OTHERS))
 
 
-class Array:
-    """An array of this process on its GPU, of one block."""
-
-    def __init__(self, cache, content=None):
-        gpu = cache.arena.memory(Tier.DEVICE).gpu
-        self.memory = DeviceMemory.create(gpu.driver, BLOCK_BYTES)
-        self.address = int(self.memory.address)
-        self.nbytes = BLOCK_BYTES
-        if content is not None:
-            touch([self], content, read=False)
-
-    @property
-    def __cuda_array_interface__(self):
-        return {"shape": (BLOCK_BYTES,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-    @property
-    def bytes(self):
-        row = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        touch([self], row, read=True)
-        return row
-
-
-class Tensors:
-    """Five pages of an engine's on the GPU. The fake's addresses are this process's own."""
-
-    def __init__(self, cache, nbytes):
-        self.memory = DeviceMemory.create(cache.arena.memory(Tier.DEVICE).gpu.driver, 5 * nbytes)
-        place = {"shape": (5, nbytes), "typestr": "|u1", "data": (int(self.memory.address), False), "version": 3}
-        self.__cuda_array_interface__ = place
-        self.bytes = np.asarray(SimpleNamespace(__array_interface__=place))
-        self.bytes[:] = 0
+def on_gpu(cache, *shape, content=0):
+    """An array of this process on its GPU."""
+    return GpuArray(cache.arena.memory(Tier.DEVICE).gpu.driver, *shape, content=content)
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, None], ids=str)
 async def test_arrays_on_the_gpu_go_to_host_slots_and_back(daemon, cache, tier):
     """As a connector's blocks do, whose engine has its own memory on the GPU."""
-    assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.HOST) == OK
+    assert await cache.put(KEYS, [on_gpu(cache, BLOCK_BYTES, content=block(key)) for key in KEYS], tier=Tier.HOST) == OK
     assert [place.residency for place in await cache.locate(KEYS)] == [Tier.HOST.bit] * 3
     assert_bytes(KEYS, await cache.get(KEYS))
-    out = [Array(cache) for _ in KEYS]
+    out = [on_gpu(cache, BLOCK_BYTES) for _ in KEYS]
     await cache.get(KEYS, out, tier=tier)
     assert_bytes(KEYS, [each.bytes for each in out])
-    assert await cache.across.put(OTHERS, {0: [Array(cache, block(key)) for key in OTHERS]}, tier=Tier.HOST) == {0: OK}
+    assert await cache.across.put(
+        OTHERS, {0: [on_gpu(cache, BLOCK_BYTES, content=block(key)) for key in OTHERS]}, tier=Tier.HOST
+    ) == {0: OK}
     with Client(daemon.address) as calls:
-        same, out = calls.open_cache(cache.name, SPEC), [Array(cache) for _ in OTHERS]
+        same, out = calls.open_cache(cache.name, SPEC), [on_gpu(cache, BLOCK_BYTES) for _ in OTHERS]
         same.get(OTHERS, out, tier=tier)
         assert_bytes(OTHERS, [each.bytes for each in out])
         keys = chain("third", 3)
-        assert same.put(keys, [Array(cache, block(key)) for key in keys], tier=Tier.HOST) == OK
+        assert same.put(keys, [on_gpu(cache, BLOCK_BYTES, content=block(key)) for key in keys], tier=Tier.HOST) == OK
         assert_bytes(keys, await cache.get(keys))
 
 
-@pytest.mark.parametrize("on_gpu", [True, False], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("there", [True, False], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST], ids=str)
-async def test_pages_go_in_and_come_out(cache, tier, on_gpu):
+async def test_pages_go_in_and_come_out(cache, tier, there):
     """Of an engine's own tensors, each of which has some bytes of a block."""
     sizes, at = (1000, 4000, BLOCK_BYTES - 5000), [4, 0, 3]
 
     def tensors():
-        return [Tensors(cache, nbytes) if on_gpu else np.zeros((5, nbytes), np.uint8) for nbytes in sizes]
+        return [on_gpu(cache, 5, nbytes) if there else np.zeros((5, nbytes), np.uint8) for nbytes in sizes]
 
     def content(parts):
-        return np.concatenate([part.bytes if on_gpu else part for part in parts], axis=1)
+        return np.concatenate([part.bytes if there else part for part in parts], axis=1)
 
     source, target, begin = tensors(), tensors(), 0
     for part in source:
-        rows = part.bytes if on_gpu else part
+        rows = part.bytes if there else part
         for page, key in zip(at, KEYS, strict=True):
             rows[page] = block(key)[begin : begin + rows.shape[1]]
         begin += rows.shape[1]

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from kvtier import BlockResult, InvalidArgument, Tier, TierFull, TierOffline
-from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.words import TIERS
-from kvtier.memory.gpu import Gpu
-from tests.fake_cuda import load_fake
+from tests.fake_cuda import load_fake, use
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, put_chain, sizes
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, supervised_gpu_daemon
 from tests.integration.test_cli import kvtier
@@ -141,9 +139,7 @@ async def test_copies_of_one_gpu_do_not_wait_for_those_of_another(held, short_di
 
 
 async def test_a_client_maps_both(daemon, monkeypatch):
-    fake = load_fake(devices=2, max_delay_ms=1)
-    monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
-    monkeypatch.setattr(Gpu, "_open", {})
+    use(load_fake(devices=2, max_delay_ms=1), monkeypatch)
     async with await patient(daemon.address) as client:
         caches = await on_both(client, budgets=BUDGETS)
         chains = [chain(cache.name, 3) for cache in caches]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
@@ -15,21 +16,18 @@ import numpy as np
 import pytest
 
 from kvtier import buffers
-from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda import page_locks
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import InvalidArgument
 from kvtier.memory import arrays, gpu
 from kvtier.memory import tiers as memory
 from kvtier.memory.arrays import Bytes
-from kvtier.memory.gpu import Gpu
 from kvtier.memory.planes import Planes
 from kvtier.memory.tiers import CpuMemory
 from kvtier.types import Tier
-from tests.fake_cuda import load_fake, until
+from tests.fake_cuda import GpuArray, load_fake, until, use
 from tests.fakes.cuda.bindings._settings import Failure
 
 POOL_BYTES = (6000, 160)
@@ -43,17 +41,15 @@ CHUNK = 16 << 10
 """Smaller than two records, so that pools' parts lie on both sides of a border."""
 
 
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (page_locks, memory):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return use(load_fake(max_delay_ms=2, devices=2), monkeypatch)
-
-
-def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
-    monkeypatch.setattr(Gpu, "_open", {})
-    monkeypatch.setattr(page_locks, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK)
-    return fake
 
 
 def mapping() -> Bytes:
@@ -61,24 +57,8 @@ def mapping() -> Bytes:
     return np.frombuffer(mmap(-1, LAYOUT.host_bytes), np.uint8)
 
 
-class Array:
-    """Of one block, in memory of a GPU. The fake's addresses are this process's own."""
-
-    def __init__(self, driver: Driver, content: Bytes | None = None) -> None:
-        self.memory = DeviceMemory.create(driver, BLOCK_BYTES)
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (BLOCK_BYTES,),
-            "typestr": "|u1",
-            "data": (int(self.memory.address), False),
-            "version": 3,
-        }
-        self.bytes: Bytes = np.asarray(_OnCpu(self.__cuda_array_interface__))
-        self.bytes[:] = 0 if content is None else content
-
-
-class _OnCpu:
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
+def array(driver: Driver, content: object = 0) -> GpuArray:
+    return GpuArray(driver, BLOCK_BYTES, content=content)
 
 
 def some_blocks(count: int = SLOTS) -> list[Bytes]:
@@ -88,9 +68,9 @@ def some_blocks(count: int = SLOTS) -> list[Bytes]:
 def there_and_back(host: CpuMemory, driver: Driver) -> None:
     """Every slot is written and read, in some order; the CPU sees the same bytes."""
     blocks, order = some_blocks(), np.random.default_rng(1).permutation(SLOTS).tolist()
-    arrays = [Array(driver, block) for block in blocks]
+    arrays = [array(driver, block) for block in blocks]
     host.write(0, order, buffers.readable(arrays, SLOTS, BLOCK_BYTES, host.reach))
-    found, out = np.zeros((SLOTS, BLOCK_BYTES), np.uint8), [Array(driver) for _ in range(SLOTS)]
+    found, out = np.zeros((SLOTS, BLOCK_BYTES), np.uint8), [array(driver) for _ in range(SLOTS)]
     host.read(0, order, found)
     host.read(0, order, buffers.writable(out, SLOTS, BLOCK_BYTES, host.reach))
     assert np.array_equal(found, blocks)
@@ -170,13 +150,13 @@ def is_mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
-class Tensor(Array):
+class Tensor(GpuArray):
     """As far as it is one of torch."""
 
     nbytes, is_cuda = BLOCK_BYTES, True
 
-    def __init__(self, driver: Driver, content: Bytes | None = None) -> None:
-        super().__init__(driver, content)
+    def __init__(self, driver: Driver, content: object) -> None:
+        super().__init__(driver, BLOCK_BYTES, content=content)
         self.device = SimpleNamespace(type="cuda", index=driver.ordinal)
 
     def contiguous(self) -> Tensor:
@@ -189,9 +169,9 @@ class Tensor(Array):
         return int(self.memory.address)
 
 
-@pytest.mark.parametrize("kind", [Array, Tensor])
+@pytest.mark.parametrize("kind", [array, Tensor])
 def test_blocks_of_several_gpus_and_of_the_cpu_in_one_call(
-    fake: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: type[Array]
+    fake: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Any]
 ) -> None:
     for module in (arrays, buffers, gpu):
         monkeypatch.setattr(module, "is_tensor", lambda value: isinstance(value, Tensor))
@@ -215,7 +195,7 @@ def test_threads_copy_side_by_side(fake: ModuleType) -> None:
 @pytest.mark.parametrize("slot", [-1, SLOTS])
 def test_a_slot_that_there_is_not(fake: ModuleType, slot: int) -> None:
     host = CpuMemory(LAYOUT, Tier.HOST, mapping())
-    out = buffers.writable([Array(Driver(fake, "cuda"))], 1, BLOCK_BYTES, host.reach)
+    out = buffers.writable([array(Driver(fake, "cuda"))], 1, BLOCK_BYTES, host.reach)
     with pytest.raises(IndexError):
         host.read(0, [slot], out)
 
@@ -223,42 +203,26 @@ def test_a_slot_that_there_is_not(fake: ModuleType, slot: int) -> None:
 def test_where_the_gpu_cannot_be_used_arrays_are_refused_and_the_reason_is_told(
     fake: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, array = CpuMemory(LAYOUT, Tier.HOST, mapping()), Array(Driver(fake, "cuda"))
+    host, block = CpuMemory(LAYOUT, Tier.HOST, mapping()), array(Driver(fake, "cuda"))
     fake.STATE.settings.fail.append(Failure("cuDevicePrimaryCtxRetain", "CUDA_ERROR_OUT_OF_MEMORY", 1, 0))
     with caplog.at_level(logging.WARNING, "kvtier"):
         for _ in range(2):
             with pytest.raises(InvalidArgument, match="slots that are mapped for its GPU"):
-                buffers.readable([array], 1, BLOCK_BYTES, host.reach)
+                buffers.readable([block], 1, BLOCK_BYTES, host.reach)
     (message,) = caplog.messages
     assert "takes no context of this process" in message
-
-
-class Tensors:
-    """An engine's pages in memory of a GPU, half of the bytes of which are another's. The fake's addresses are this
-    process's own."""
-
-    def __init__(self, driver: Driver, pages: int, nbytes: int) -> None:
-        self.memory = DeviceMemory.create(driver, 2 * pages * nbytes)
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (pages, nbytes),
-            "strides": (2 * nbytes, 1),
-            "typestr": "|u1",
-            "data": (int(self.memory.address), False),
-            "version": 3,
-        }
-        self.bytes: Bytes = np.asarray(_OnCpu(self.__cuda_array_interface__))
-        self.bytes[:] = 0
 
 
 PIECES = (100, 4000, 2000, 60)
 """Of a page, in four tensors; the border of the pools lies within the third, those of chunks anywhere."""
 
 
-def tensors(driver: Driver) -> list[Tensors]:
-    return [Tensors(driver, 2 * SLOTS, nbytes) for nbytes in PIECES]
+def tensors(driver: Driver) -> list[GpuArray]:
+    """An engine's, half of whose bytes are another's."""
+    return [GpuArray(driver, 2 * SLOTS, nbytes, stride=2 * nbytes) for nbytes in PIECES]
 
 
-def bytes_in(parts: list[Tensors], pages: list[int]) -> Bytes:
+def bytes_in(parts: list[GpuArray], pages: list[int]) -> Bytes:
     return np.concatenate([part.bytes[pages] for part in parts], axis=1)
 
 
@@ -292,8 +256,8 @@ def test_planes_of_two_gpus_are_refused(fake: ModuleType) -> None:
     mixed = Planes([*tensors(Driver(fake, "cuda:0"))[:2], *tensors(Driver(fake, "cuda:1"))[2:]])[[0]]
     with pytest.raises(InvalidArgument, match="planes of a GPU: must be planes of one GPU"):
         host.write(0, [0], mixed)
-    for use in (buffers.readable, buffers.writable):
+    for take in (buffers.readable, buffers.writable):
         with pytest.raises(InvalidArgument, match="slots that are mapped for their GPU"):
-            use(mixed, 1, BLOCK_BYTES, host.reach)
+            take(mixed, 1, BLOCK_BYTES, host.reach)
     with pytest.raises(InvalidArgument, match=r"parts\[1\] = an array elsewhere"):
         Planes([tensors(Driver(fake, "cuda:0"))[0], np.zeros((2 * SLOTS, 8), np.uint8)])
