@@ -13,9 +13,10 @@ from kvtierd.tiers.disk import superblock
 
 _log = logging.getLogger(__name__)
 
-LIFE_IDS: Final = 1 << 44
-"""Ids reserved for a life before it begins: five years of 100,000 events a second. After a crash, the next life begins
-above them, so that nothing is written while ids are given out."""
+LIFE_IDS: Final = 1 << 42
+"""Ids reserved for a life before it begins: a year of 100,000 events a second. After a crash, the next life begins above
+them, so that nothing is written while ids are given out. Ids stay below 2^53, the limit of JSON's readers, for 2,000
+crashes."""
 
 LOCK: Final = "LOCK"
 EVENT_LOG: Final = "events"
