@@ -14,9 +14,8 @@ from kvtierd.tiers.disk import superblock
 _log = logging.getLogger(__name__)
 
 LIFE_IDS: Final = 1 << 42
-"""Ids reserved for a life before it begins: a year of 100,000 events a second. After a crash, the next life begins above
-them, so that nothing is written while ids are given out. Ids stay below 2^53, the limit of JSON's readers, for 2,000
-crashes."""
+"""Ids reserved for a life before it begins: a year of 100,000 events a second. The next life begins above them after a
+crash, so that nothing is written while ids are given out. Readers of JSON know ids to 2^53, 2,000 crashes away."""
 
 LOCK: Final = "LOCK"
 EVENT_LOG: Final = "events"
