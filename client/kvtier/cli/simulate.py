@@ -21,7 +21,7 @@ from kvtier.types import Tier, size
 if TYPE_CHECKING:
     from kvtierd.simulate.fleet import FleetReport
 
-_HOST_COUNT: Final = click.IntRange(1, 64)
+_MOST_HOSTS: Final = 64
 
 
 @click.group(cls=CommandGroup)
@@ -32,40 +32,34 @@ def simulate() -> None:
     """
 
 
-class _Counts(click.ParamType[tuple[int, ...]]):
-    """Numbers separated by commas."""
-
-    name = "N,..."
-
-    def __init__(self, each: click.IntRange) -> None:
-        self._each = each
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        parts: Any = value.split(",") if isinstance(value, str) else value
-        return tuple(self._each.convert(part, param, ctx) for part in parts)
+def _counts(text: str, most: int | None = None) -> tuple[int, ...]:
+    """Numbers separated by commas. A type of options."""
+    within: click.ParamType[int] = click.IntRange(1, most)
+    return tuple(within(part) for part in text.split(","))
 
 
-class _Hints(click.ParamType[dict[str, float]]):
-    """Shares of requests by the kind of hint."""
+def _host_counts(text: str) -> tuple[int, ...]:
+    return _counts(text, _MOST_HOSTS)
 
-    name = "hints"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
-        pairs = [part.partition("=") for part in value.split(",")]
-        share = click.FloatRange(0, 1)
-        if unknown := sorted({kind for kind, _, _ in pairs} - {"ends", "returns"}):
-            self.fail(f"{unknown[0]!r} is no kind of hint: ends or returns", param, ctx)
-        return {kind: share.convert(number, param, ctx) for kind, _, number in pairs}
+def _shares(text: str) -> dict[str, float]:
+    """Shares of requests by the kind of hint. A type of options."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if unknown := sorted({kind for kind, _, _ in pairs} - {"ends", "returns"}):
+        raise click.BadParameter(f"{unknown[0]!r} is no kind of hint: ends or returns")
+    within: click.ParamType[float] = click.FloatRange(0, 1)
+    return {kind: within(number) for kind, _, number in pairs}
 
 
 @simulate.command()
 @trace_argument
 @click.option(
     "--hosts",
-    type=_Counts(_HOST_COUNT),
+    type=_host_counts,
+    metavar="N,...",
     default="1,2,4,8,16,32,64",
     show_default=True,
-    help=f"Sizes of the fleet, each up to {_HOST_COUNT.max}.",
+    help=f"Sizes of the fleet, each up to {_MOST_HOSTS}.",
 )
 @click.option("--slots", type=click.IntRange(min=1), default=2000, show_default=True, help="Host blocks of each host.")
 @click.option("--disk-slots", type=click.IntRange(min=0), default=0, show_default=True, help="Disk blocks likewise.")
@@ -124,14 +118,15 @@ def fleet(
 @trace_argument
 @click.option(
     "--slots",
-    type=_Counts(click.IntRange(min=1)),
+    type=_counts,
+    metavar="N,...",
     default="1000,2000,5000,10000,20000",
     show_default=True,
     help="Host blocks, of one host after another.",
 )
 @click.option(
     "--hints",
-    type=_Hints(),
+    type=_shares,
     metavar="ends=SHARE,returns=SHARE",
     help="After this share of the requests, tell the ends of blocks and when others return, wrong by a factor up to e.",
 )
