@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 
 from kvtier.abi.attach import TRACE_METADATA_KEY
 from kvtier.abi.stream import GO_AHEAD_KEY
-from kvtier.v1 import common_pb2, session_pb2, transfer_pb2
+from kvtier.v1 import session_pb2, transfer_pb2
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Anonymous, Certificate, Identity, Right, Rights
 from kvtierd.service.call_counts import CallCounts, CountedCall, Metadata
@@ -167,10 +167,10 @@ class Access:
 
 def denied(right: Right, cache: str, who: Identity) -> CallRefused:
     """PERMISSION_DENIED that names the right, the cache and the identity."""
-    detail = common_pb2.ErrorDetail(reason="NO_RIGHT", field=right, value=shown(cache), limit=shown(str(who)))
     where = cache if cache in ("any cache", "every cache") else f"cache {shown(cache)}"
     message = f"the right to {right} on {where} is missing: {who} needs an [[allow]] rule that gives it"
-    return CallRefused(grpc.StatusCode.PERMISSION_DENIED, message, detail)
+    about = {"field": right, "value": shown(cache), "limit": shown(str(who))}
+    return refused(grpc.StatusCode.PERMISSION_DENIED, "NO_RIGHT", message, **about)
 
 
 @dataclass(slots=True, frozen=True)

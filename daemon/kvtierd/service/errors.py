@@ -59,27 +59,26 @@ class CallRefused(Exception):
         return ((STATUS_KEY, self.status()),)
 
 
-def refused(code: grpc.StatusCode, reason: str, message: str) -> CallRefused:
-    return CallRefused(code, message, common_pb2.ErrorDetail(reason=reason))
+def refused(code: grpc.StatusCode, reason: str, message: str, **detail: Any) -> CallRefused:
+    """``detail``: further fields of the detail."""
+    return CallRefused(code, message, common_pb2.ErrorDetail(reason=reason, **detail))
 
 
 def bad_argument(field: str, value: object, limit: str, reason: str = "BAD_ARGUMENT") -> CallRefused:
     """INVALID_ARGUMENT. ``limit`` completes the sentence "must be …"."""
     value = shown(value)
-    detail = common_pb2.ErrorDetail(reason=reason, field=field, value=value, limit=limit)
-    return CallRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field} = {value}: must be {limit}", detail)
+    message = f"{field} = {value}: must be {limit}"
+    return refused(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field, value=value, limit=limit)
 
 
 def unknown(field: str, value: object, what: str = "cache", reason: str = "UNKNOWN_CACHE") -> CallRefused:
     """NOT_FOUND."""
-    detail = common_pb2.ErrorDetail(reason=reason, field=field, value=str(value))
-    return CallRefused(grpc.StatusCode.NOT_FOUND, f"no such {what}: {value}", detail)
+    return refused(grpc.StatusCode.NOT_FOUND, reason, f"no such {what}: {value}", field=field, value=str(value))
 
 
 def cache_not_opened(cache_id: int) -> CallRefused:
-    detail = common_pb2.ErrorDetail(reason="CACHE_NOT_OPENED", field="cache_id", value=str(cache_id))
-    message = f"cache_id = {cache_id}: this session has not opened the cache"
-    return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
+    code, message = grpc.StatusCode.FAILED_PRECONDITION, f"cache_id = {cache_id}: this session has not opened the cache"
+    return refused(code, "CACHE_NOT_OPENED", message, field="cache_id", value=str(cache_id))
 
 
 def shutting_down() -> CallRefused:
@@ -156,9 +155,8 @@ class Translator:
 
     def _still_held(self, error: ResetRefused) -> CallRefused:
         holders = [self._holder(holder) for holder in error.holders[:MAX_HOLDERS]]
-        detail = common_pb2.ErrorDetail(reason="STILL_HELD", holders=holders)
         message = f"{error}; a forced reset drops the rest"
-        return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
+        return refused(grpc.StatusCode.FAILED_PRECONDITION, "STILL_HELD", message, holders=holders)
 
     def _holder(self, holder: SlotHolder) -> common_pb2.Holder:
         pid, command = self._owner_of(holder.session)

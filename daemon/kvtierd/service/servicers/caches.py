@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvtier.abi.spec import CacheSpec, SpecError
-from kvtier.v1 import caches_pb2, common_pb2
+from kvtier.v1 import caches_pb2
 from kvtierd.core.ids import Tier
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
@@ -17,7 +17,7 @@ from kvtierd.service.budgets import BudgetExhausted, Slots, TierBudget
 from kvtierd.service.cache import ServedCache, wanted
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, bad_argument, unknown
+from kvtierd.service.errors import CallRefused, bad_argument, refused, unknown
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import ClientSession, SessionRegistry, account, require_attached
@@ -68,9 +68,9 @@ class CachesService:
         cache = self._catalog.opened(session, request.cache_id)
         leases = cache.runtime.manager.session_leases(session.id)
         if leases and session.caches[cache.id] == 1:
-            detail = common_pb2.ErrorDetail(reason="LEASES_HELD", field="cache_id", value=str(cache.id))
+            code, about = grpc.StatusCode.FAILED_PRECONDITION, {"field": "cache_id", "value": str(cache.id)}
             message = f"cache {cache.name}: the session holds {leases} leases there; release them first"
-            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
+            raise refused(code, "LEASES_HELD", message, **about)
         session.caches[cache.id] -= 1
         if session.caches[cache.id] == 0:
             del session.caches[cache.id]
@@ -171,8 +171,8 @@ class CachesService:
 
 
 def _in_use(reason: str, cache: ServedCache, why: str) -> CallRefused:
-    detail = common_pb2.ErrorDetail(reason=reason, field="name", value=cache.name)
-    return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, f"cache {cache.name}: {why}", detail)
+    code, message = grpc.StatusCode.FAILED_PRECONDITION, f"cache {cache.name}: {why}"
+    return refused(code, reason, message, field="name", value=cache.name)
 
 
 def _group_info(spec: CacheSpec, slots: Slots, group: int) -> caches_pb2.GroupInfo:

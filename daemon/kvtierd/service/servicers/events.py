@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Final
 
 import grpc
 
-from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
+from kvtier.v1 import blocks_pb2, events_pb2
 from kvtierd.core.ids import GroupId
-from kvtierd.core.transfers import ListingRow
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
@@ -130,11 +129,9 @@ class EventsService:
         oldest = hub.oldest
         # Missing events of an earlier epoch are reported as lost if all events after that epoch are held.
         if since.id + 1 < oldest and (end is None or oldest > end + 1):
-            detail = common_pb2.ErrorDetail(
-                reason="CURSOR_COMPACTED", field="since.id", value=str(since.id), limit=str(oldest)
-            )
+            code, about = grpc.StatusCode.OUT_OF_RANGE, {"value": str(since.id), "limit": str(oldest)}
             message = f"the events after {since.epoch}:{since.id} are no longer held; the oldest is {oldest}"
-            raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
+            raise refused(code, "CURSOR_COMPACTED", message, field="since.id", **about)
         return since.epoch if end is not None else hub.epoch_of(since.id + 1), since.id
 
     async def _slices(self, epoch: int, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
@@ -151,7 +148,7 @@ class EventsService:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
         following: int | None = 0
         while following is not None:
-            page, batch = following, b""
+            page = following
             while not await self._hub.turn(watcher.quiet_until):
                 yield watcher.heartbeat()
             if not watcher.wanted.wants_cache(cache.name):
@@ -161,23 +158,12 @@ class EventsService:
             except UnknownCache:
                 return  # removed meanwhile; the later events say so
             rows = watcher.wanted.wanted_rows(listing.rows)
-            if rows or not page:  # an empty group is sent, too
-                batch = self._slice(epoch, cursor, cache, group, rows, watcher)
             following = listing.next_page or None
-            if batch:
-                yield batch
+            if rows or not page:  # an empty group is sent, too
+                part = slice_of(cache.header, group, rows, private=watcher.wanted.private(cache.name))
+                yield events_pb2.WatchBatch(
+                    epoch=epoch, first_id=cursor + 1, last_id=cursor, slice=part, newest_id=self._hub.last
+                ).SerializeToString()
                 watcher.heard()
             elif watcher.is_due:
                 yield watcher.heartbeat()
-
-    def _slice(
-        self, epoch: int, cursor: int, cache: ServedCache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher
-    ) -> bytes:
-        private = watcher.wanted.private(cache.name)
-        return events_pb2.WatchBatch(
-            epoch=epoch,
-            first_id=cursor + 1,
-            last_id=cursor,
-            slice=slice_of(cache.header, group, rows, private=private),
-            newest_id=self._hub.last,
-        ).SerializeToString()

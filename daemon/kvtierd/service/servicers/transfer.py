@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
-from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
+from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import DEVICE, KEY_BYTES, GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.mover.engine import Engine
@@ -30,7 +30,7 @@ from kvtierd.service import validation
 from kvtierd.service.cache import ServedCache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.errors import bad_argument, refused
 from kvtierd.service.servicers.blocks import BlocksService, Caps, leasable
 from kvtierd.service.sessions import ClientSession, require_attached
 from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
@@ -251,11 +251,9 @@ def _checksums(packed: bytes, count: int) -> list[bytes]:
 def _require_checksum(block: int, found: bytes, said: bytes) -> None:
     if found != said:
         field = f"header.checksums[{block}]"
-        detail = common_pb2.ErrorDetail(
-            reason="CHECKSUM_MISMATCH", field=field, value=said.hex(), limit=f"{found.hex()}, which its bytes have"
-        )
+        about = {"field": field, "value": said.hex(), "limit": f"{found.hex()}, which its bytes have"}
         message = f"block {block}: its bytes are not what {field} says; nothing was stored"
-        raise CallRefused(grpc.StatusCode.DATA_LOSS, message, detail)
+        raise refused(grpc.StatusCode.DATA_LOSS, "CHECKSUM_MISMATCH", message, **about)
 
 
 @dataclass(slots=True, frozen=True)
