@@ -48,19 +48,16 @@ _log = logging.getLogger(__name__)
 
 
 class DescriptorStore:
-    """Descriptors under names. A file is kept once per name."""
+    """Descriptors under names."""
 
     def __init__(self) -> None:
         self.kept: list[PassedFd] = []
 
     def add(self, name: str, fds: Sequence[int]) -> None:
         """Takes ownership of ``fds``."""
-        known = {(stored.name, _file_of(stored.fd)) for stored in self.kept}
-        for fd in fds:
-            if (name, _file_of(fd)) in known or len(self.kept) >= MAX_STORED:
-                os.close(fd)
-            else:
-                self.kept.append(PassedFd(name, fd))
+        room = MAX_STORED - len(self.kept)
+        self.kept += [PassedFd(name, fd) for fd in fds[:room]]
+        _close_all(fds[room:])
 
     def remove(self, name: str) -> None:
         for stored in self.kept:
@@ -234,11 +231,6 @@ def _unpacked(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[list[int], i
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
             pid, _, _ = _UCRED.unpack(data)
     return fds.tolist(), pid
-
-
-def _file_of(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def _close_all(fds: Sequence[int]) -> None:
