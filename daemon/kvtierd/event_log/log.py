@@ -52,7 +52,7 @@ class EventLog:
     def __init__(self, segments: LogSegments, waiting_bytes: int) -> None:
         self._segments: Final = segments
         self._waiting_bytes: Final = waiting_bytes
-        self._epoch_firsts: Final[dict[int, int]] = {}
+        self._epoch_first = 0
         self._changed: Final = threading.Condition()
         self._waiting: Final[deque[EventRun]] = deque()
         self._size = 0
@@ -76,12 +76,10 @@ class EventLog:
         files = self._segments.files
         return files[-1].epoch if files else 0, self._segments.last
 
-    def start(self) -> None:
+    def start(self, epoch_first: int) -> None:
+        """``epoch_first``: the first id of the epoch of all runs to come."""
+        self._epoch_first = epoch_first
         self._thread.start()
-
-    def begin_epoch(self, epoch: int, first: int) -> None:
-        """Begins an epoch: ids from ``first`` on belong to it."""
-        self._epoch_firsts[epoch] = first
 
     def offer(self, run: EventRun) -> int:
         """Takes the next run. Returns the last id up to which all events are in the log or lost to the log."""
@@ -158,15 +156,14 @@ class EventLog:
         """Writes runs until the log stops, in the thread."""
         while group := self._next_group():
             try:
-                self._segments.append(group, self._epoch_firsts[group[0].epoch])
+                self._segments.append(group, self._epoch_first)
             except Exception as error:  # noqa: BLE001  a disk fault or a bug: logged and retried
                 self._note_failure(str(error))
             else:
                 self._note_written(group)
 
     def _next_group(self) -> list[EventRun]:
-        """Returns the runs of the next write, of one epoch. Empty if the log stops and no run waits, or the log
-        fails."""
+        """Returns the runs of the next write. Empty if the log stops and no run waits, or the log fails."""
         with self._changed:
             if self._failing is not None:
                 self._changed.wait_for(lambda: self._stopping, RETRY_S)
@@ -178,7 +175,7 @@ class EventLog:
             size = 0
             for run in self._waiting:
                 size += run.size
-                if group and (size > _GROUP_BYTES or run.epoch != group[0].epoch):
+                if group and size > _GROUP_BYTES:
                     break
                 group.append(run)
             self._writing = len(group)

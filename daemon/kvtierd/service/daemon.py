@@ -110,8 +110,7 @@ class _Directories:
                 log = EventLog.open(config.state_dir / EVENT_LOG, config.event_log_bytes, waiting_bytes)
                 opened.callback(log.close)
                 state.begin(*log.known)
-                log.begin_epoch(state.identity.epoch, state.identity.epoch_first)
-                log.start()
+                log.start(state.identity.epoch_first)
             else:
                 state.begin()
             opened.pop_all()

@@ -50,8 +50,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(disk: LogSegments, waiting_bytes: int = 64 * MB) -> EventLog:
     log = EventLog(disk, waiting_bytes)
-    log.begin_epoch(1, 1)
-    log.start()
+    log.start(1)
     return log
 
 
@@ -75,7 +74,10 @@ async def test_runs_are_written_in_bounded_groups(disk: Faulty) -> None:
 async def test_each_epoch_is_written_with_its_first_id(disk: Faulty) -> None:
     log = started(disk)
     log.offer(run(1, 2))
-    log.begin_epoch(2, 3)
+    await log.finish(PATIENCE_S)
+    log.close()
+    log = EventLog(disk, 64 * MB)
+    log.start(3)
     log.offer(run(3, 4, epoch=2))
     await log.finish(PATIENCE_S)
     assert log.epochs == [(1, 1), (3, 2)]

@@ -43,8 +43,7 @@ class Life:
 
     def __init__(self, path: Path, epoch: int, epoch_first: int, last: int, max_bytes: int = 4 * MB) -> None:
         self.log = Forgetful.open(path, max_bytes, MB)
-        self.log.begin_epoch(epoch, epoch_first)
-        self.log.start()
+        self.log.start(epoch_first)
         self.hub = EventHub(epoch, last, epoch_first, HEADERS, RING_BYTES, self.log)
 
     async def publish(self, count: int, make: Callable[[int], BlockEvent] = event) -> None:
