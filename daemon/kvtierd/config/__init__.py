@@ -6,6 +6,6 @@
 """
 
 from kvtierd.config.keys import ENV_PREFIX, LIVE, Config
-from kvtierd.config.load import ConfigError, Loaded, load, read
+from kvtierd.config.load import ConfigError, Loaded, read
 
-__all__ = ["ENV_PREFIX", "LIVE", "Config", "ConfigError", "Loaded", "load", "read"]
+__all__ = ["ENV_PREFIX", "LIVE", "Config", "ConfigError", "Loaded", "read"]

@@ -75,11 +75,6 @@ class Loaded:
         return _located(fault, self.sources)
 
 
-def load(file: Path | None, flags: Mapping[str, object]) -> Config:
-    """The configuration of all sources. See :func:`read`."""
-    return read(file, flags).config
-
-
 def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
     """Reads the file, the environment and the flags that were given. Raises ConfigError with a line per fault that
     names the source, the key, its value and the limit."""

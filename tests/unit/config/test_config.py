@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtierd.config import Config, ConfigError, load
+from kvtierd.config import Config, ConfigError, read
 from kvtierd.config.keys import SECTIONS, Share
 from kvtierd.config.load import reference
 from kvtierd.core.ids import Tier
@@ -60,30 +60,32 @@ def test_devices_are_tables_of_the_file_repeated_flags_or_json_of_the_environmen
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = toml(tmp_path, f'[[device]]\nname = "cuda:1"\nbytes = "62.5%"\n[[device]]\nname = "{UUID}"\nbytes = 4096\n')
-    in_file = load(file, {})
+    in_file = read(file, {}).config
     assert in_file.tiers == (Tier.DEVICE,)
     assert [(device.name, str(device.bytes)) for device in in_file.device] == [("cuda:1", "62.5%"), (UUID, "4096")]
     assert isinstance(in_file.device[0].bytes, Share) and in_file.device[0].bytes.of(1 << 30) == 5 << 27
-    assert load(None, {"device": ("cuda:1=62.5%", f"{UUID}=4KiB")}).device == in_file.device
+    assert read(None, {"device": ("cuda:1=62.5%", f"{UUID}=4KiB")}).config.device == in_file.device
     monkeypatch.setenv("KVTIERD_DEVICE", '["stand-in=1MiB"]')
-    assert load(file, {}).device == load(None, {"device": ("stand-in=1MiB",)}).device
+    assert read(file, {}).config.device == read(None, {"device": ("stand-in=1MiB",)}).config.device
 
 
 def test_peers_are_tables_of_the_file_repeated_flags_or_json_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_file = load(toml(tmp_path, '[[peers]]\naddress = "localhost:7"\n'), {"host_bytes": 4096, "tcp_insecure": True})
+    in_file = read(
+        toml(tmp_path, '[[peers]]\naddress = "localhost:7"\n'), {"host_bytes": 4096, "tcp_insecure": True}
+    ).config
     assert [peer.address for peer in in_file.peers] == ["localhost:7"] and in_file.peer_tls is None
     monkeypatch.setenv("KVTIERD_PEERS", '["localhost:7"]')
-    assert load(None, {"host_bytes": 4096, "tcp_insecure": True}).peers == in_file.peers
+    assert read(None, {"host_bytes": 4096, "tcp_insecure": True}).config.peers == in_file.peers
     tls = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
-    other = load(None, {"host_bytes": 4096, "peers": ("far.example:7411",), **tls})
+    other = read(None, {"host_bytes": 4096, "peers": ("far.example:7411",), **tls}).config
     assert other.peer_tls is not None and [peer.address for peer in other.peers] == ["far.example:7411"]
 
 
 def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
-    assert load(None, {"host_bytes": 4096, "state_dir": tmp_path}).disk_path == tmp_path / "disk"
-    assert load(None, {"host_bytes": 4096, "disk_dir": tmp_path}).disk_path == tmp_path
+    assert read(None, {"host_bytes": 4096, "state_dir": tmp_path}).config.disk_path == tmp_path / "disk"
+    assert read(None, {"host_bytes": 4096, "disk_dir": tmp_path}).config.disk_path == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
 def test_a_fault_in_a_file_is_told_with_file_key_value_and_limit(tmp_path: Path, text: str, says: str) -> None:
     file = toml(tmp_path, text)
     with pytest.raises(ConfigError) as refused:
-        load(file, {})
+        read(file, {})
     assert says in str(refused.value)
     assert str(file) in str(refused.value) or "no tier" in says
 

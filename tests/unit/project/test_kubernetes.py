@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvtierd.config import load
+from kvtierd.config import read
 
 MANIFESTS = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 OLDEST = "1.29"
@@ -46,7 +46,7 @@ def test_kustomize_finds_its_files_and_makes_the_map_that_the_pod_mounts(pod):
     (container,) = pod["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert container["args"] == ["--config", f"{mounts['config']}/{generator['files'][0]}"]
-    config = load(MANIFESTS / "kvtierd.toml", {})
+    config = read(MANIFESTS / "kvtierd.toml", {}).config
     assert (str(config.runtime_dir), str(config.state_dir)) == (mounts["run"], mounts["state"])
 
 
@@ -59,7 +59,7 @@ def test_images_are_named_by_version_and_the_base_by_digest(pod):
 
 
 def test_probes_and_rules_meet_the_configuration(pod):
-    config = load(MANIFESTS / "kvtierd.toml", {})
+    config = read(MANIFESTS / "kvtierd.toml", {}).config
     (container,) = pod["containers"]
     (port,) = container["ports"]
     assert config.metrics_listen == f"0.0.0.0:{port['containerPort']}"

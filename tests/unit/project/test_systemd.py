@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.config import load
+from kvtierd.config import read
 
 SYSTEMD = Path(__file__).resolve().parents[3] / "systemd"
 EXPOSURE_LIMIT = 2.5
@@ -54,14 +54,14 @@ def test_systemd_understands_every_line(installed, gpu):
 
 
 def test_the_example_is_a_configuration():
-    assert load(SYSTEMD / "kvtierd.toml", {}).host_bytes == 8 << 30
+    assert read(SYSTEMD / "kvtierd.toml", {}).config.host_bytes == 8 << 30
 
 
 def test_everything_it_says_in_comments_would_be_one_too(tmp_path):
     text = (SYSTEMD / "kvtierd.toml").read_text()
     file = tmp_path / "kvtierd.toml"
     file.write_text(re.sub(r"^# (?=\w+ = |\[\[)", "", text, flags=re.MULTILINE))
-    config = load(file, {})
+    config = read(file, {}).config
     assert ([str(device) for device in config.device], len(config.allow)) == (["cuda=80%"], 1)
 
 

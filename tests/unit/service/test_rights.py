@@ -7,7 +7,7 @@ import kvtier.v1.blocks_pb2
 import kvtier.v1.caches_pb2
 import kvtier.v1.events_pb2
 import kvtier.v1.transfer_pb2
-from kvtierd.config import ConfigError, load
+from kvtierd.config import ConfigError, read
 from kvtierd.rights import ALL_RIGHTS, AllowRule, Anonymous, Certificate, Identity, Right, Rights, User
 from kvtierd.service.calls import NEEDS, Over
 
@@ -86,13 +86,13 @@ def test_a_right_on_every_cache_is_one_of_a_rule_for_all_names() -> None:
 
 def test_rules_are_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"uids": [1000], "caches": ["a"], "verbs": ["read"]}'
-    (of_flag,) = load(None, {"host_bytes": 4096, "allow": (text,)}).allow
+    (of_flag,) = read(None, {"host_bytes": 4096, "allow": (text,)}).config.allow
     monkeypatch.setenv("KVTIERD_ALLOW", f"[{text}]")
-    (of_environment,) = load(None, {"host_bytes": 4096}).allow
+    (of_environment,) = read(None, {"host_bytes": 4096}).config.allow
     assert of_flag == of_environment == rule(uids=[1000], caches=["a"])
     monkeypatch.setenv("KVTIERD_ALLOW", "[1")
     with pytest.raises(ConfigError, match=r"KVTIERD_ALLOW = .\[1.: "):
-        load(None, {"host_bytes": 4096})
+        read(None, {"host_bytes": 4096})
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_rule_that_makes_no_sense_is_refused(tmp_path: Path, table: str, says:
     file = tmp_path / "kvtierd.toml"
     file.write_text(f"host_bytes = 4096\n[[allow]]\n{table}\n")
     with pytest.raises(ConfigError) as refused:
-        load(file, {})
+        read(file, {})
     assert says in str(refused.value)
     assert str(file) in str(refused.value)
 

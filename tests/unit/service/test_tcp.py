@@ -1,6 +1,6 @@
 import pytest
 
-from kvtierd.config import ConfigError, load
+from kvtierd.config import ConfigError, read
 
 FILES = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
 
@@ -17,7 +17,7 @@ FILES = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
     ],
 )
 def test_tcp_listens_with_tls_or_on_the_loopback_by_choice(keys: dict[str, object], target: str) -> None:
-    tcp = load(None, {"host_bytes": 4096, **keys}).tcp
+    tcp = read(None, {"host_bytes": 4096, **keys}).config.tcp
     assert tcp is not None
     assert tcp.target == target
     assert (tcp.tls is None) == ("tcp_insecure" in keys)
@@ -40,5 +40,5 @@ def test_tcp_listens_with_tls_or_on_the_loopback_by_choice(keys: dict[str, objec
 )
 def test_anything_else_is_refused_at_the_start_with_the_reason(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(None, {"host_bytes": 4096, **keys})
+        read(None, {"host_bytes": 4096, **keys})
     assert says in str(refused.value)
