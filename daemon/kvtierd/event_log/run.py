@@ -106,18 +106,21 @@ class Head:
         return EventRun(epoch, self.first, self.last, body, private, self.latest_ns)
 
 
+def checked(fields: bytes) -> bytes:
+    """The fields, followed by their checksum."""
+    return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
 def encode(run: EventRun) -> bytes:
     """Returns the record: head, body, and the private body if it differs."""
     private = b"" if run.private is run.body else run.private
     payload = run.body + private
     digest = xxhash.xxh3_64_intdigest(payload)
     fields = _FIELDS.pack(run.first, run.last, run.latest_ns, len(run.body), len(private), digest)
-    return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields)) + payload
+    return checked(fields) + payload
 
 
 def decode_head(data: bytes) -> Head | None:
     """Decodes a head. None for bytes that are no head, or a damaged head."""
-    fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
-    if len(data) < HEAD_BYTES or check != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
-        return None
-    return Head(*_FIELDS.unpack(fields))
+    fields = data[: _FIELDS.size]
+    return Head(*_FIELDS.unpack(fields)) if data == checked(fields) else None

@@ -18,14 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
-from kvtierd.event_log.run import HEAD_BYTES, EventRun, Head, decode_head, encode, joined
+from kvtierd.event_log.run import HEAD_BYTES, EventRun, Head, checked, decode_head, encode, joined
 from kvtierd.tiers.disk.superblock import NotAFile, make_private_directory, open_file, refuse_link, sync_directory
 
 _HEADER: Final = struct.Struct("<8sQQQQQQ")
-_CHECK: Final = struct.Struct("<Q")
-_HEADER_BYTES: Final = _HEADER.size + _CHECK.size
+_HEADER_BYTES: Final = len(checked(bytes(_HEADER.size)))
 _MAGIC: Final = b"kvtevts1"
 _SUFFIX: Final = ".events"
 _PARTS: Final = 16
@@ -58,8 +55,7 @@ class Segment:
 
     def header(self) -> bytes:
         fields = (self.first, self.epoch, self.epoch_first, self.before, self.before_ns, self.began_ns)
-        packed = _HEADER.pack(_MAGIC, *fields)
-        return packed + _CHECK.pack(xxhash.xxh3_64_intdigest(packed))
+        return checked(_HEADER.pack(_MAGIC, *fields))
 
 
 class LogSegments:
