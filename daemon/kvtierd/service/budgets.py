@@ -262,9 +262,7 @@ class Budgets:
         for tier in (Tier.DEVICE, Tier.HOST):
             left = self.left(tier)
             share = had.get(tier, ()) if had else share_of(spec, left // sharing)
-            if tier_bytes(spec, share) > left:
-                share = share_of(spec, left)
-            if share:
+            if share := _fitting(spec, share, left):
                 slots[tier] = share
         return slots
 
@@ -273,11 +271,8 @@ class Budgets:
         there is a memory tier."""
         promised = {tier: counts for tier, counts in owed.items() if tier in self._accounts}
         wanted = promised or {tier: share_of(spec, nbytes) for tier, nbytes in self.wanted(spec, {}).items()}
-        found = {}
-        for tier, counts in wanted.items():
-            left = self.left(tier)
-            if share := counts if tier_bytes(spec, counts) <= left else share_of(spec, left):
-                found[tier] = share
+        fitting = {tier: _fitting(spec, counts, self.left(tier)) for tier, counts in wanted.items()}
+        found = {tier: counts for tier, counts in fitting.items() if counts}
         memory = self._accounts.keys() - {Tier.DISK}
         if not found or (memory and memory.isdisjoint(found)):
             says = f"a slot of each window group takes {_exact(least_bytes(spec))}"
@@ -298,6 +293,10 @@ def _exact(nbytes: int) -> str:
 def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
     """Slots by group for ``nbytes``; empty if they are too few for a slot of each group."""
     return split(spec, nbytes) if nbytes >= least_bytes(spec) else ()
+
+
+def _fitting(spec: CacheSpec, counts: tuple[int, ...], left: int) -> tuple[int, ...]:
+    return counts if tier_bytes(spec, counts) <= left else share_of(spec, left)
 
 
 def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]:
