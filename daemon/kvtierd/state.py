@@ -13,7 +13,6 @@ from kvtierd.tiers.disk import superblock
 
 _log = logging.getLogger(__name__)
 
-
 LIFE_IDS: Final = 1 << 44
 """Ids reserved for a life before it begins: five years of 100,000 events a second. After a crash, the next life begins
 above them, so that nothing is written while ids are given out."""

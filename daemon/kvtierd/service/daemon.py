@@ -390,7 +390,7 @@ class Daemon:
             self._catalog,
             self._sessions,
             self._identity,
-            self._events.lags,
+            self._events.watching,
             lambda: self._health.problems(list(self._catalog)),
             lambda: self._phase,
             self._log,

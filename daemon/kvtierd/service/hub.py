@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2, events_pb2
-from kvtierd.core.events import STORED, BlockChanges, BlockEvent, Cause, EventType
+from kvtierd.core.events import STORED, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, GroupId, Label
 from kvtierd.core.transfers import ListingRow
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, EventRun
@@ -365,7 +365,11 @@ def event_message(value: BlockEvent, header: CacheHeader) -> events_pb2.Event:
     blocks = value.blocks
     if blocks.keys:
         stored = value.type is EventType.STORED
-        _add_blocks(message, value.type, blocks)
+        message.keys, message.residency = b"".join(blocks.keys), bytes(blocks.residencies)
+        if value.type is not EventType.REMOVED:
+            message.priorities = bytes(blocks.priorities)
+        if stored:
+            message.parents = parents(blocks.parents)
         _add_labels(message, blocks.labels, blocks.parent_labels, header.hash_bytes, stored=stored)
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
@@ -374,15 +378,6 @@ def event_message(value: BlockEvent, header: CacheHeader) -> events_pb2.Event:
     if value.moved_bytes:
         message.moved_bytes, message.queue_ns, message.copy_ns = value.moved_bytes, value.queue_ns, value.copy_ns
     return message
-
-
-def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: BlockChanges) -> None:
-    message.keys = b"".join(blocks.keys)
-    message.residency = bytes(blocks.residencies)
-    if kind is not EventType.REMOVED:
-        message.priorities = bytes(blocks.priorities)
-    if kind is EventType.STORED:
-        message.parents = parents(blocks.parents)
 
 
 def slice_of(

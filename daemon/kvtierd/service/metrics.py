@@ -39,7 +39,7 @@ from kvtierd.service.call_counts import BOUNDS_S, CallCounts
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.tier import RemoteTier
-from kvtierd.service.sessions import SessionRegistry
+from kvtierd.service.sessions import ClientSession, SessionRegistry
 from kvtierd.tiers.base import TierConfigError
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ _log = logging.getLogger(__name__)
 class Subjects:
     """The parts of the daemon that a scrape reads.
 
-    ``lags``: unsent events of each watcher. ``problems``: as in health. ``phase``: of the daemon's life. ``log``: None
-    without an event log. ``fleet``: None without peers. ``remote``: None without a remote store and peers. ``disk``:
-    the directory of the disk tier; None without a disk tier. ``page``: whether ``/`` is served.
+    ``watching``: session and unsent events of each watcher. ``problems``: as in health. ``phase``: of the daemon's
+    life. ``log``: None without an event log. ``fleet``: None without peers. ``remote``: None without a remote store and
+    peers. ``disk``: the directory of the disk tier; None without a disk tier. ``page``: whether ``/`` is served.
     """
 
     engine: Engine
@@ -129,7 +129,7 @@ class Subjects:
     catalog: Catalog
     sessions: SessionRegistry
     identity: DaemonIdentity
-    lags: Callable[[], Sequence[int]]
+    watching: Callable[[], Sequence[tuple[ClientSession, int]]]
     problems: Callable[[], Sequence[str]]
     phase: Callable[[], str]
     log: EventLog | None
@@ -302,7 +302,7 @@ class Metrics(Collector):
             yield "kvtier_queued_blocks", (str(src), str(dst or "none")), blocks
         for (kind, cause), count in ask.hub.published.items():
             yield "kvtier_events_total", (kind.name.lower(), cause.name.lower()), count
-        lags = ask.lags()
+        lags = [lag for _, lag in ask.watching()]
         yield "kvtier_watchers", (), len(lags)
         yield "kvtier_watcher_lag_events", (), max(lags, default=0)
         for peer in () if ask.fleet is None else ask.fleet.peers:

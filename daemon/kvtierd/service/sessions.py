@@ -454,7 +454,8 @@ def require_attached(session: ClientSession) -> None:
         raise session_ended()
     if session.connection is None:
         way = _way(session.peer.transport_identity)
-        raise _dead("ORPHANED_SESSION", f"the session's connection broke: {way} with its token")
+        message = f"the session's connection broke: {way} with its token"
+        raise refused(grpc.StatusCode.UNAUTHENTICATED, "ORPHANED_SESSION", message)
 
 
 def _way(caller: Identity | None) -> str:
@@ -464,8 +465,5 @@ def _way(caller: Identity | None) -> str:
 
 def session_ended() -> CallRefused:
     """UNAUTHENTICATED for a call of an ended session."""
-    return _dead("UNKNOWN_SESSION", "the session has ended: begin a new one")
-
-
-def _dead(reason: str, message: str) -> CallRefused:
-    return refused(grpc.StatusCode.UNAUTHENTICATED, reason, message)
+    message = "the session has ended: begin a new one"
+    return refused(grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_SESSION", message)

@@ -40,10 +40,6 @@ class EventsService:
         self._watchers: Final[dict[Watcher, ClientSession]] = {}
         self._hub.watchers = self._watchers
 
-    def lags(self) -> list[int]:
-        """The number of unsent events of each watcher."""
-        return [watcher.lag for watcher in self._watchers]
-
     def watching(self) -> list[tuple[ClientSession, int]]:
         """The session and the unsent events of each watcher."""
         return [(session, watcher.lag) for watcher, session in self._watchers.items()]
@@ -146,9 +142,8 @@ class EventsService:
         self, epoch: int, cursor: int, cache: ServedCache, group: GroupId, watcher: Watcher
     ) -> AsyncGenerator[bytes, None]:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
-        following: int | None = 0
-        while following is not None:
-            page = following
+        page: int | None = 0
+        while page is not None:
             while not await self._hub.turn(watcher.quiet_until):
                 yield watcher.heartbeat()
             if not watcher.wanted.wants_cache(cache.name):
@@ -158,7 +153,6 @@ class EventsService:
             except UnknownCache:
                 return  # removed meanwhile; the later events say so
             rows = watcher.wanted.wanted_rows(listing.rows)
-            following = listing.next_page or None
             if rows or not page:  # an empty group is sent, too
                 part = slice_of(cache.header, group, rows, private=watcher.wanted.private(cache.name))
                 yield events_pb2.WatchBatch(
@@ -167,3 +161,4 @@ class EventsService:
                 watcher.heard()
             elif watcher.is_due:
                 yield watcher.heartbeat()
+            page = listing.next_page or None
