@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from kvtierd.tiers.base import DamagedDirectory, LockedDirectory, TierIOError
 
 SUPERBLOCK: Final = "SUPERBLOCK"
-_VERSIONS: Final = {"cache": 3}
+_VERSIONS: Final = {"cache": 2}
 """Format versions of directories; 1 for all other kinds. Every change of a layout needs a new number."""
 MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
