@@ -111,6 +111,7 @@ async def test_a_client_keeps_no_more_than_its_share(cache):
         "keys = 12 blocks: the client's hints may keep 8 more",
     )
     assert list((await priorities(cache)).values()) == [90] * 8 + [35] * 4
+    assert await told(cache, "retain", "c", priority=90, for_s=600) == kept, "the same blocks count once"
     refused = await told(cache, "pin", keys=keys[:1], tier=HOST)
     assert refused.outcome is REJECTED
     assert (await told(cache, "retain", keys=keys, priority=10)).outcome is ACCEPTED, "it keeps nothing"

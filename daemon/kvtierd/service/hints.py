@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from kvtier.v1 import blocks_pb2
 from kvtierd.core.conversations import Kept, expected
+from kvtierd.core.errors import TierOutOfService
 from kvtierd.core.ids import BITS, CacheId, GroupId, Key, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY
@@ -34,9 +35,6 @@ HINTS_A_SECOND: Final = 1_000
 SHARE: Final = 8
 """A client's hints keep at most one in this many blocks of the lowest tier at a time."""
 
-_ACCEPTED: Final = blocks_pb2.HINT_OUTCOME_ACCEPTED
-_CLIPPED: Final = blocks_pb2.HINT_OUTCOME_CLIPPED
-
 Mover: TypeAlias = Callable[[ClientSession, blocks_pb2.MoveRequest], Awaitable[object]]
 
 
@@ -46,8 +44,8 @@ class HintAccount:
     def __init__(self) -> None:
         self._second = 0
         self._taken = 0
-        self._kept: dict[CacheId, list[tuple[float, int]]] = {}
-        """Blocks kept, with the end of each time."""
+        self._kept: dict[tuple[CacheId, bytes], tuple[float, int]] = {}
+        """The end of the time, and the number of blocks, of each target."""
 
     def require_rate(self, now: float) -> None:
         """Counts a hint. Raises INVALID_ARGUMENT beyond the rate."""
@@ -57,13 +55,14 @@ class HintAccount:
         if self._taken > HINTS_A_SECOND:
             raise bad_argument("hints", f"{self._taken} in a second", f"at most {HINTS_A_SECOND} a client")
 
-    def room(self, cache: ServedCache, now: float) -> int:
-        """Number of blocks that the session may still keep in the cache."""
-        kept = self._kept[cache.id] = [each for each in self._kept.get(cache.id, ()) if each[0] > now]
-        return max(1, min(cache.slots[max(cache.slots)]) // SHARE) - sum(blocks for _, blocks in kept)
+    def room(self, order: _Order, now: float) -> int:
+        """Number of blocks that the session may still keep in the cache, without the target's."""
+        self._kept = {target: kept for target, kept in self._kept.items() if kept[0] > now}
+        others = (n for (cache, of), (_, n) in self._kept.items() if cache == order.cache.id and of != order.target)
+        return max(1, min(order.cache.slots[max(order.cache.slots)]) // SHARE) - sum(others)
 
-    def keep(self, cache: ServedCache, blocks: int, until: float) -> None:
-        self._kept[cache.id].append((until, blocks))
+    def keep(self, order: _Order, blocks: int, until: float) -> None:
+        self._kept[order.cache.id, order.target] = until, blocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,8 +80,12 @@ class _Order:
     for_ms: int
     clips: list[str]
 
+    @property
+    def target(self) -> bytes:
+        return self.hint.conversation or self.keys[-1]
+
     def result(self, blocks: int) -> blocks_pb2.HintResult:
-        outcome = _CLIPPED if self.clips else _ACCEPTED
+        outcome = blocks_pb2.HINT_OUTCOME_CLIPPED if self.clips else blocks_pb2.HINT_OUTCOME_ACCEPTED
         return blocks_pb2.HintResult(outcome=outcome, reason="; ".join(self.clips), blocks=blocks)
 
 
@@ -109,7 +112,7 @@ class Hints:
                 outcome = blocks_pb2.HINT_OUTCOME_MISSING
                 return blocks_pb2.HintResult(outcome=outcome, reason="no block of the target is stored")
             return await carry_out(self, order)
-        except CallRefused as error:
+        except (CallRefused, TierOutOfService) as error:
             return blocks_pb2.HintResult(outcome=blocks_pb2.HINT_OUTCOME_REJECTED, reason=str(error))
 
     def _order(self, session: ClientSession, cache: ServedCache, hint: blocks_pb2.Hint, move: Mover) -> _Order:
@@ -138,7 +141,7 @@ class Hints:
 
     def _affordable(self, order: _Order) -> Sequence[Key]:
         """The first blocks of the target, as many as the client may still keep."""
-        room = self._accounts[order.session].room(order.cache, time.monotonic())
+        room = self._accounts[order.session].room(order, time.monotonic())
         if room <= 0:
             raise bad_argument("keys", f"{len(order.keys)} blocks", "none: the client's hints keep as many as they may")
         if room < len(order.keys):
@@ -158,7 +161,7 @@ class Hints:
         """Retains the target. ``lasting``: of a conversation, its later blocks instead, once there are any."""
         cache, keys = order.cache, self._affordable(order) if priority > DEFAULT_PRIORITY else order.keys
         if priority > DEFAULT_PRIORITY:
-            self._accounts[order.session].keep(cache, len(keys), time.monotonic() + for_ms / 1000)
+            self._accounts[order.session].keep(order, len(keys), time.monotonic() + for_ms / 1000)
         for group in order.manager.windows:
             if group == order.manager.leading and order.whole and len(keys) == len(order.keys):
                 until_ns = time.time_ns() + for_ms * 10**6
@@ -178,7 +181,7 @@ class Hints:
             asyncio.get_running_loop().call_later(order.for_ms / 1000, self._unpin, cache.id, group, tier, done)
             if group == order.manager.leading:
                 pinned = len(done)
-        self._accounts[order.session].keep(cache, pinned, time.monotonic() + order.for_ms / 1000)
+        self._accounts[order.session].keep(order, pinned, time.monotonic() + order.for_ms / 1000)
         if pinned < len(keys):
             order.clips.append(f"tier = {tier}: {pinned} of {len(keys)} blocks are ready there and may be pinned")
         return order.result(pinned)
@@ -187,16 +190,14 @@ class Hints:
         with suppress(UnknownCache):
             self._engine.pin(cache, group, tier, keys, unpin=True)
 
-    async def _prefetch(self, order: _Order) -> blocks_pb2.HintResult:
+    async def _move(self, order: _Order) -> blocks_pb2.HintResult:
+        """Begins to move blocks: up to a tier if no copy is there or above, or down, if a copy is above."""
         tier = validation.tier("tier", order.hint.tier, order.cache.slots)
-        return self._begin(order, tier, lambda residency: residency and not residency & (2 * BITS[tier] - 1))
+        up, above = order.hint.action == "prefetch", BITS[tier] - 1
 
-    async def _demote(self, order: _Order) -> blocks_pb2.HintResult:
-        tier = validation.tier("tier", order.hint.tier, order.cache.slots)
-        return self._begin(order, tier, lambda residency: residency & (BITS[tier] - 1))
+        def moves(residency: int) -> bool:
+            return residency > 2 * above + 1 and not residency & (2 * above + 1) if up else bool(residency & above)
 
-    def _begin(self, order: _Order, tier: Tier, moves: Callable[[int], int | bool]) -> blocks_pb2.HintResult:
-        """Begins to move blocks. ``moves``: whether a block with this residency is to move."""
         wanted = {}
         for group in order.manager.windows:
             places = zip(order.keys, order.manager.locate(group, order.keys), strict=True)
@@ -223,9 +224,8 @@ class Hints:
             order.manager.conversations.shorten(order.hint.conversation, order.keys[0])
         ended = await self._engine.end(order.cache.id, order.keys[::-1])
         if ended < len(order.keys):
-            order.clips.append(
-                f"{ended} of {len(order.keys)} blocks: other conversations or later blocks need the rest"
-            )
+            others = "other conversations or later blocks need the rest"
+            order.clips.append(f"{ended} of {len(order.keys)} blocks: {others}")
         return order.result(ended)
 
 
@@ -233,8 +233,8 @@ _ACTIONS: Final[Mapping[str, Callable[[Hints, _Order], Awaitable[blocks_pb2.Hint
     "reached": Hints._reached,
     "retain": Hints._retain,
     "pin": Hints._pin,
-    "prefetch": Hints._prefetch,
-    "demote": Hints._demote,
+    "prefetch": Hints._move,
+    "demote": Hints._move,
     "end": Hints._end,
     "return": Hints._return,
 }
