@@ -256,10 +256,6 @@ def _holders(detail: common_pb2.ErrorDetail) -> tuple[Holder, ...]:
     return tuple(Holder(h.session_id, h.pid, h.command, h.slots) for h in detail.holders)
 
 
-def _still_held(fault: Fault) -> StillHeld:
-    return StillHeld(fault.message, holders=_holders(fault.detail), reason=fault.reason)
-
-
 def _compacted(fault: Fault) -> KvtierError:
     oldest = int(fault.detail.limit) if fault.detail.limit.isdigit() else 0
     return CursorCompacted(fault.message, oldest=oldest, reason=fault.reason)
@@ -276,7 +272,7 @@ _DETAILED: Final[Mapping[str, Callable[[Fault], KvtierError]]] = {
     "INVALID_ARGUMENT": _invalid_argument,
     "OUT_OF_RANGE": _compacted,
     "RESOURCE_EXHAUSTED": _exhausted,
-    "STILL_HELD": _still_held,
+    "STILL_HELD": lambda fault: StillHeld(fault.message, holders=_holders(fault.detail), reason=fault.reason),
 }
 
 KINDS: Final[Mapping[str, type[KvtierError]]] = {

@@ -262,13 +262,9 @@ class Watch:
         """Ties "now" to an id, so that a break before the first batch loses nothing. Needs only the right to watch.
         Raises :class:`TimeoutError`."""
         request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
-        call = link.stubs.events.Watch(request, metadata=link.metadata)
-        try:
-            async with asyncio.timeout(self._silence_s):
-                first = await call.read()
-        finally:
-            call.cancel()
-        if not isinstance(first, events_pb2.WatchBatch):  # grpc.aio.EOF
+        async with aclosing(self._batches(link, request)) as batches:
+            first = await anext(batches, None)
+        if first is None:
             raise errors.DaemonError("a watch ended without a word", reason="BAD_ANSWER")
         self.cursor = Cursor(first.epoch, first.first_id - 1)
         return self.cursor

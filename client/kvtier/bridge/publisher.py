@@ -198,19 +198,14 @@ async def run(
                 on_gap(item)
             publisher.publish(events.of(item))
 
-        works = [follow(client, cache, take), publisher.beat()] + (
-            [publisher.answer()] if on.replay is not None else []
-        )
-        tasks = [asyncio.ensure_future(work) for work in works]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-    for end in ends:
-        if isinstance(end, Exception):
-            raise end
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(follow(client, cache, take))
+                tasks.create_task(publisher.beat())
+                if on.replay is not None:
+                    tasks.create_task(publisher.answer())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
 
 
 @contextmanager

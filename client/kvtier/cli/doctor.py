@@ -25,7 +25,6 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from kvtier import client as aio
 from kvtier.cli.common import DaemonAt, address_option
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
@@ -177,7 +176,7 @@ def ask_daemon(place: DaemonAt) -> tuple[bool, DaemonStats | None]:
     """Returns whether a daemon answers, even if it refuses this user, and its statistics if it gives them."""
 
     async def ask() -> DaemonStats:
-        async with await aio.connect(place.address, tls=place.tls, insecure=place.insecure) as client:
+        async with await place.connect(wait=0) as client:
             return await client.stats()
 
     try:
