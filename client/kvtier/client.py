@@ -283,7 +283,10 @@ class AsyncClient:
         opened = await self.open_cache(cache, write=False, timeout=timeout)
         try:
             found = await opened.across.match(packed, remote=opened.info.remote, timeout=timeout)
-            parts_at = await _parting(opened, prompt, found.blocks, asked, timeout)
+            step = opened.spec.tokens_per_block
+            parts_at = found.blocks * step, min(found.blocks + 1, asked) * step
+            if prompt is not None and opened.info.options.keep_tokens:
+                parts_at = ((await opened.across.match_tokens(prompt, timeout=timeout)).tokens,) * 2
             others = (variants or {}).items()
             stored = {name: await opened.across.prefix_length(other, timeout=timeout) for name, other in others}
             key = packed[found.blocks * KEY_BYTES :][:KEY_BYTES]
@@ -437,17 +440,6 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-async def _parting(
-    cache: Cache, prompt: Prompt | None, blocks: int, asked: int, timeout: float | None
-) -> tuple[int, int]:
-    """The tokens that the nearest stored chain shares with a request, at least and at most."""
-    step = cache.spec.tokens_per_block
-    if prompt is not None and cache.info.options.keep_tokens:
-        tokens = (await cache.across.match_tokens(prompt, timeout=timeout)).tokens
-        return tokens, tokens
-    return blocks * step, min(blocks + 1, asked) * step
 
 
 def _name(cache: str | None) -> str:

@@ -255,14 +255,8 @@ def seconds_a_block(stats: CacheStats, block_bytes: int) -> dict[Tier, float]:
 
 
 def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants: Mapping[str, int], blocks: int) -> str:
-    """A sentence for the first missing block of a request.
-
-    Args:
-        places: by window group of the cache, the block's residency.
-        miss: the explanation of its key, in all caches.
-        variants: names of other keys of the same tokens, with their stored blocks.
-        blocks: stored blocks of the request.
-    """
+    """A sentence for the first missing block of a request that has ``blocks``. ``places``: the missing block's
+    residency by window group. ``variants``: stored blocks of other keys of the same tokens, by name."""
     for end in miss.endings():
         if end.cache == cache:
             since = datetime.fromtimestamp(end.time_ns / 1e9).isoformat(" ", "milliseconds")

@@ -27,7 +27,6 @@ from kvtier.types import DEFAULT_PRIORITY, ROOT_PARENT, AnyTier, BlockResult, Cu
 from kvtier.v1 import blocks_pb2, common_pb2
 
 MAX_HINTS: Final = 256
-MAX_VERSION: Final = (1 << 32) - 1
 
 
 class HintOutcome(IntEnum):
@@ -66,7 +65,6 @@ class Hint:
     tier: AnyTier | None = None
     priority: int = DEFAULT_PRIORITY
     for_s: float | None = None
-    version: int = 1
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -88,7 +86,7 @@ class Hint:
             require_within("hint.tokens[1]", end, first + 1, MAX_TOKEN, "more than the start of the range")
         return blocks_pb2.Hint(
             action=self.action,
-            version=require_within("hint.version", self.version, 0, MAX_VERSION),
+            version=1,
             keys=wire.packed_keys(self.keys),
             conversation=conversation_tag(self.conversation),
             first_token=require_within("hint.tokens[0]", first, 0, MAX_TOKEN),

@@ -16,6 +16,15 @@ WHOLE_TIERS = 64
 cache = own_cache(host=32, disk=WHOLE_TIERS)
 
 
+class Later(Hint):
+    """A hint of a later version."""
+
+    def message(self):
+        message = super().message()
+        message.version = 2
+        return message
+
+
 async def turn(cache, tag, keys):
     """A turn of a conversation, which ends with the last of these keys."""
     await cache.put(keys, blocks(keys), retention=Retention(conversation=tag))
@@ -153,7 +162,7 @@ async def test_a_put_whose_blocks_are_all_stored_tells_where_the_conversation_is
     ("hint", "reason"),
     [
         (Hint("explode", "c"), "action = explode: must be one of reached, retain, pin, prefetch, demote, end, return"),
-        (Hint("end", "c", version=2), "version = 2: must be 0 to 1"),
+        (Later("end", "c"), "version = 2: must be 0 to 1"),
         (Hint("end"), "keys = no keys: must be keys of 32 bytes, at least one"),
         (Hint("end", keys=chain("k", 1), tokens=(0, 5)), "end_token = 5: must be 0 without a conversation"),
         (Hint("pin", "c", tier=Tier.DEVICE), "tier = device: must be host or disk"),

@@ -109,11 +109,11 @@ def _tokenized(prompt: str, place: str) -> list[int]:
     """Token ids of ``@FILE`` or of a text. ``place``: the file or the name of the tokenizer."""
     try:
         from tokenizers import Tokenizer  # for this command alone
-    except ImportError as error:
-        raise click.ClickException("--tokenizer needs the package: pip install tokenizers") from error
-    try:
+
         text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
         return list(Tokenizer.from_file(place).encode(text).ids)
+    except ImportError as error:
+        raise click.ClickException("--tokenizer needs the package: pip install tokenizers") from error
     except Exception as error:  # tokenizers raises no class of its own
         raise click.ClickException(f"{place}: {error}") from error
 

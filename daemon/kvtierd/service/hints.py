@@ -52,8 +52,7 @@ class HintAccount:
         if int(now) != self._second:
             self._second, self._taken = int(now), 0
         self._taken += 1
-        if self._taken > HINTS_A_SECOND:
-            raise bad_argument("hints", f"{self._taken} in a second", f"at most {HINTS_A_SECOND} a client")
+        validation.count("hints in a second", self._taken, 0, HINTS_A_SECOND)
 
     def room(self, order: _Order, now: float) -> int:
         """Number of blocks that the session may still keep in the cache, without the target's."""

@@ -65,7 +65,7 @@ json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-names = ("tokens", "tier", "priority", "for_s", "conversation", "version", "keys")
+names = ("tokens", "tier", "priority", "for_s", "conversation", "keys")
 fields = st.fixed_dictionaries(
     {"action": st.sampled_from(["end", "retain", "pin"]) | json}, optional=dict.fromkeys(names, json)
 )
