@@ -154,7 +154,7 @@ class RawClient:
 
 
 def commit_request(
-    cache_id: int, reserved: blocks_pb2.ReserveResponse, keys: Sequence[bytes]
+    cache_id: int, reserved: blocks_pb2.ReserveResponse, keys: Sequence[bytes], **fields: Any
 ) -> blocks_pb2.CommitRequest:
     return blocks_pb2.CommitRequest(
         cache_id=cache_id,
@@ -162,6 +162,7 @@ def commit_request(
         slots=reserved.slots[: len(keys)],
         keys=b"".join(keys),
         parents=b"".join([ROOT_PARENT, *keys[:-1]]),
+        **fields,
     )
 
 

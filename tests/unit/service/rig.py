@@ -10,27 +10,20 @@ from typing import Any, Self
 
 import grpc
 import grpc.aio
-from google.rpc import status_pb2
+import pytest
 from pydantic import ByteSize
 
 from kvtier.abi import attach
 from kvtier.abi.keys import ROOT_PARENT
 from kvtier.abi.spec import CacheSpec
-from kvtier.v1 import (
-    admin_pb2_grpc,
-    blocks_pb2,
-    blocks_pb2_grpc,
-    caches_pb2,
-    caches_pb2_grpc,
-    common_pb2,
-    events_pb2_grpc,
-    session_pb2,
-)
+from kvtier.errors import fault_of
+from kvtier.transport import Stubs
+from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, session_pb2
 from kvtier.wire import spec_to_wire
 from kvtierd.config import Config
 from kvtierd.service.daemon import Daemon
 from tests import packets
-from tests.integration.raw import commit_request
+from tests.integration import raw
 
 SPEC = CacheSpec.single("model", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=128)
 """One page a block."""
@@ -113,10 +106,9 @@ class Client:
         self.welcome = welcome
         self.channel = channel
         self.metadata = ((attach.SESSION_METADATA_KEY, welcome.token),)
-        self.caches: Any = caches_pb2_grpc.CachesStub(channel)
-        self.blocks: Any = blocks_pb2_grpc.BlocksStub(channel)
-        self.events: Any = events_pb2_grpc.EventsStub(channel)
-        self.admin: Any = admin_pb2_grpc.AdminStub(channel)
+        stubs: Any = Stubs.over(channel)
+        self.caches, self.blocks, self.events = stubs.caches, stubs.blocks, stubs.events
+        self.admin, self.transfer = stubs.admin, stubs.transfer
 
     async def open(
         self,
@@ -143,7 +135,7 @@ class Client:
     async def put(self, cache: int, keys: Sequence[bytes], tier: int = DEVICE, *, release: bool = True) -> int:
         """Stores a chain (its bytes are whatever the slots hold). Returns the lease."""
         reserved = await self.reserve(cache, len(keys), tier)
-        done = await self.call(self.blocks.Commit, commit_request(cache, reserved, keys))
+        done = await self.call(self.blocks.Commit, raw.commit_request(cache, reserved, keys))
         assert set(done.results) == {common_pb2.BLOCK_RESULT_OK}
         if release:
             await self.release(cache, reserved.lease_id)
@@ -169,7 +161,7 @@ async def attached_to(address: str) -> AsyncIterator[Client]:
     sock = await AttachSocket.connect(address)
     welcome = await sock.hello()
     assert isinstance(welcome, session_pb2.Welcome)
-    channel = grpc.aio.insecure_channel(f"unix:{attach.socket_path(address, attach.RPC_SOCKET)}")
+    channel = raw.channel_to(address)
     client = Client(sock, welcome, channel, address)
     try:
         yield client
@@ -179,14 +171,6 @@ async def attached_to(address: str) -> AsyncIterator[Client]:
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, common_pb2.ErrorDetail]:
     """The status and detail with which a call is refused; fails if it is not."""
-    try:
-        answer = await call
-    except grpc.aio.AioRpcError as error:
-        detail = common_pb2.ErrorDetail()
-        for key, value in error.trailing_metadata() or ():
-            if key == "grpc-status-details-bin" and isinstance(value, bytes):
-                status = status_pb2.Status.FromString(value)
-                assert (status.code, status.message) == (error.code().value[0], error.details())
-                status.details[0].Unpack(detail)
-        return error.code(), detail
-    raise AssertionError(f"not refused, but answered {answer!r}")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:  # a client may make another status of it
+        await call
+    return refused.value.code(), fault_of(refused.value).detail

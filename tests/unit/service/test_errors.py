@@ -1,5 +1,6 @@
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from kvtier.abi.spec import SpecError
 from kvtierd.core import errors as core
@@ -42,6 +43,8 @@ def refusal(reason: RefusalReason) -> TicketRefused:
 def test_each_error_has_a_status_and_a_reason(error: Exception, code: grpc.StatusCode, reason: str) -> None:
     refused = translate(error)
     assert (refused.code, refused.detail.reason) == (code, reason)
+    status = status_pb2.Status.FromString(refused.trailing_metadata()[0][1])
+    assert (status.code, status.message) == (code.value[0], refused.message)
 
 
 def test_every_reason_of_the_core_has_a_status() -> None:

@@ -12,7 +12,8 @@ import pytest
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.rights import AllowRule, Right, User
 from kvtierd.service import attach, peer
-from tests.unit.service.rig import HOST, SLOT_BYTES, SPEC, Client, attached, chain, config, parents_of, running
+from tests.integration import raw
+from tests.unit.service.rig import HOST, SLOT_BYTES, SPEC, Client, attached, chain, config, running
 
 TOKENS = SPEC.tokens_per_block
 KEYS = chain(3)
@@ -47,15 +48,7 @@ BLOCKS = [
 
 
 async def commit_request(client: Client, cache: int, **fields: Any) -> blocks_pb2.CommitRequest:
-    granted = await client.reserve(cache, len(KEYS), HOST)
-    return blocks_pb2.CommitRequest(
-        cache_id=cache,
-        lease_id=granted.lease_id,
-        slots=granted.slots,
-        keys=b"".join(KEYS),
-        parents=parents_of(KEYS),
-        **fields,
-    )
+    return raw.commit_request(cache, await client.reserve(cache, len(KEYS), HOST), KEYS, **fields)
 
 
 async def store(client: Client, cache: int, **fields: Any) -> None:

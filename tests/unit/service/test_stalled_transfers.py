@@ -12,7 +12,7 @@ import grpc
 import pytest
 import xxhash
 
-from kvtier.v1 import admin_pb2, blocks_pb2, transfer_pb2, transfer_pb2_grpc
+from kvtier.v1 import admin_pb2, blocks_pb2, transfer_pb2
 from kvtierd.service.daemon import Daemon
 from tests.unit.service.rig import HOST, SPEC, Client, attached, chain, config, parents_of, refusal, running
 
@@ -20,10 +20,6 @@ KEYS = chain(2)
 SLOTS = 2048
 BLOCK = bytes(SPEC.block_bytes(0))
 PATIENCE_S = 30.0
-
-
-def stub(client: Client) -> Any:
-    return transfer_pb2_grpc.TransferStub(client.channel)
 
 
 @pytest.fixture
@@ -49,7 +45,7 @@ async def sending(daemon: Daemon, keys: Sequence[bytes] = KEYS) -> AsyncIterator
     """A client, its cache, and a call that has told what blocks it will send."""
     async with attached(daemon) as client:
         cache = await client.open()
-        call = stub(client).Put(metadata=client.metadata)
+        call = client.transfer.Put(metadata=client.metadata)
         await call.write(header(cache, keys))
         yield client, cache, call
 
@@ -106,7 +102,7 @@ async def test_a_reader_that_takes_nothing_is_given_up(short_dir: Path) -> None:
         await client.put(cache, keys, HOST)
         chains = [blocks_pb2.Chain(keys=b"".join(keys))]
         acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=chains)
-        call = stub(client).Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
+        call = client.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
         assert (await call.read()).header.found.blocks == SLOTS - 1
         assert await held(client) == SLOTS - 1
         async with asyncio.timeout(PATIENCE_S):
@@ -125,6 +121,6 @@ async def test_a_sender_that_is_refused_before_its_first_message_leaves_no_warni
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         async with running(config(short_dir, device=0, host=SLOTS)) as daemon, attached(daemon) as client:
-            assert (await refusal(stub(client).Put(iter([]))))[1].reason == "NO_SESSION"
+            assert (await refusal(client.transfer.Put(iter([]))))[1].reason == "NO_SESSION"
         gc.collect()
     assert [str(one.message) for one in said if "never awaited" in str(one.message)] == []
