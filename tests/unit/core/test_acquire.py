@@ -1,7 +1,6 @@
 """The longest stored prefix, READY in a tier and held: claimed before room is made, taken whole or shortened."""
 
-from kvtierd.core.policy import Policy
-from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, key
+from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key
 
 
 def test_a_waiting_acquire_keeps_what_it_matched() -> None:
@@ -14,18 +13,6 @@ def test_a_waiting_acquire_keeps_what_it_matched() -> None:
     assert not set(bench.stored()) - set("ax")
     bench.land()
     assert ticket in bench.grants
-
-
-def test_hits_count_where_the_block_was_found_nearest() -> None:
-    bench = Bench(device=2, host=2, disk=2, recovered=[("d", None, 35)], policy=Policy())
-    bench.put("a")
-    bench.put("h", HOST)
-    for chain in ("az", "h", "d"):
-        bench.acquire(chain)
-        bench.land()
-        bench.end()
-    stats = bench.core.stats()
-    assert (stats.hits, stats.queried, stats.found) == ({DEVICE: 1, HOST: 1, DISK: 1}, 4, 3)
 
 
 def test_looking_touches_nothing() -> None:

@@ -187,18 +187,6 @@ def test_who_goes_away_leaves_nothing_held(waiting: bool, leave: Callable[[Group
         assert drop.report is not None and drop.report.dropped > 0
 
 
-def test_a_chain_over_all_groups_counts_once() -> None:
-    bench = stored(device=(6, 3))
-    before = bench.core.stats()
-    bench.across(CHAIN + "xy")
-    bench.land()
-    stats = bench.core.stats()
-    assert (stats.queried - before.queried, stats.found - before.found) == (8, 6)
-    bench.acquire("z")  # of one group
-    stats = bench.core.stats()
-    assert (stats.queried - before.queried, stats.found - before.found) == (9, 6)
-
-
 @pytest.mark.parametrize("expires", [False, True])
 def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(expires: bool) -> None:
     bench = GroupsBench(device=(4, 4), host=(8, 8), policy=Policy(blocks_a_call=1))

@@ -8,19 +8,6 @@ from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
 
 
-def test_the_source_is_free_when_the_destination_is_ready_and_no_sooner() -> None:
-    bench = Bench(device=1, host=1)
-    bench.put("a")
-    waiting = bench.reserve(DEVICE, 1)
-    assert bench.where("a") == {DEVICE}
-    assert not bench.answered(waiting)
-    assert bench.states(DEVICE) == {SlotState.RETIRING: 1}
-    assert bench.states(HOST) == {SlotState.FILLING: 1}
-    bench.land()
-    assert bench.where("a") == {HOST}
-    assert waiting in bench.grants
-
-
 @pytest.mark.parametrize(("priority", "found"), [(29, set()), (30, {HOST})])
 def test_a_block_goes_down_from_the_threshold_on(priority: int, found: set[int]) -> None:
     bench = Bench(device=1, host=1)
@@ -38,21 +25,6 @@ def test_a_parent_goes_down_for_its_childs_sake() -> None:
     bench.land()
     bench.make_room(DEVICE, 1)
     assert bench.where("b") == {HOST}
-
-
-def test_a_reserve_cascades_from_device_to_host_to_disk() -> None:
-    bench = Bench(device=1, host=1, disk=1)
-    bench.put("a")
-    bench.move("a", HOST)
-    bench.land()
-    bench.put("b")
-    waiting = bench.reserve(DEVICE, 1)
-    assert bench.in_flight() == [("a", HOST, DISK, Cause.CAPACITY)]
-    bench.land_one()
-    assert bench.in_flight() == [("b", DEVICE, HOST, Cause.CAPACITY)]
-    bench.land_one()
-    assert waiting in bench.grants
-    assert (bench.where("a"), bench.where("b")) == ({DISK}, {HOST})
 
 
 def test_a_failed_demotion_leaves_the_source_as_it_was_and_says_nothing() -> None:
@@ -76,26 +48,6 @@ def test_a_failed_demotion_is_tried_again_while_somebody_waits() -> None:
     assert bench.in_flight() == [("a", DEVICE, HOST, Cause.CAPACITY)]
     bench.land()
     assert waiting in bench.grants
-
-
-def test_what_is_below_already_goes_without_a_copy() -> None:
-    bench = Bench(device=1, disk=1, recovered=[("a", None, 35)])
-    (ticket,) = bench.acquire("a")
-    bench.land()
-    bench.release(bench.lease(ticket))
-    told = len(bench.events)
-    assert bench.reserve(DEVICE, 1) in bench.grants
-    assert bench.in_flight() == []
-    assert list(bench.said(told)) == [(EventType.UPDATED, Cause.CAPACITY, "a")]
-    assert bench.where("a") == {DISK}
-
-
-def test_a_leaf_that_cannot_go_down_is_dropped_and_a_parent_goes_only_after_it() -> None:
-    bench = Bench(device=2)
-    bench.put("ab")
-    told = len(bench.events)
-    assert bench.reserve(DEVICE, 2) in bench.grants
-    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, "ba")]
 
 
 def test_a_block_that_goes_to_disk_for_its_child_leaves_rather_than_another() -> None:

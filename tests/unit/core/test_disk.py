@@ -11,19 +11,6 @@ from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key, 
 CHAIN = [("a", None, 35), ("b", "a", 35), ("c", "b", 35)]
 
 
-def test_a_leaf_takes_its_hot_ancestors_copies_along_and_they_stay_above() -> None:
-    bench = Bench(device=3, disk=3)
-    bench.put("abc")
-    bench.reserve(DEVICE, 1)
-    assert bench.in_flight() == [
-        ("a", DEVICE, DISK, Cause.WRITE_THROUGH),
-        ("b", DEVICE, DISK, Cause.WRITE_THROUGH),
-        ("c", DEVICE, DISK, Cause.CAPACITY),
-    ]
-    bench.land()
-    assert [bench.where(name) for name in "abc"] == [{DEVICE, DISK}, {DEVICE, DISK}, {DISK}]
-
-
 def test_a_child_whose_ancestors_copy_failed_does_not_stay_on_disk() -> None:
     bench = Bench(device=3, disk=3, policy=Policy(degrade_after=100))
     bench.put("ab")
@@ -95,20 +82,6 @@ def test_a_disk_that_nothing_goes_to_gives_up_nothing() -> None:
     assert bench.stored() == "abcdefghx"
 
 
-def test_a_corrupt_read_takes_the_block_and_what_is_under_it_children_first() -> None:
-    bench = Bench(device=1, disk=3, recovered=CHAIN)
-    (ticket,) = bench.acquire("a")
-    told = len(bench.events)
-    bench.land(corrupt="a")
-    assert list(bench.said(told)) == [
-        (EventType.REMOVED, Cause.ANCESTOR, "cb"),
-        (EventType.REMOVED, Cause.CORRUPT, "a"),
-    ]
-    assert ticket in bench.refusals
-    assert bench.slot("a", DISK) is None
-    assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 2}
-
-
 def test_a_corrupt_read_at_the_root_of_a_chain_of_any_length_costs_the_chain() -> None:
     chain = long_chain(2 * sys.getrecursionlimit())
     parents = [None, *chain[:-1]]
@@ -164,29 +137,6 @@ def test_a_corrupt_read_of_a_block_that_is_above_too_costs_only_what_the_disk_ha
     bench.land(corrupt="a")
     assert list(bench.said(told)) == [(EventType.REMOVED, Cause.ANCESTOR, "b"), (EventType.UPDATED, Cause.CORRUPT, "a")]
     assert bench.where("a") == {DEVICE}
-
-
-def test_recovery_indexes_what_is_there_and_keeps_its_order_of_use() -> None:
-    bench = Bench(device=1, disk=3, recovered=[("x", None, 35), ("a", None, 35), ("b", "a", 35)], restarted=True)
-    assert list(bench.said()) == [
-        (EventType.CREATED, Cause.RECOVERED, ""),
-        (EventType.CLEARED, Cause.SHUTDOWN, ""),
-        (EventType.STORED, Cause.RECOVERED, "xab"),
-    ]
-    assert bench.core.match([GROUP], [key("a"), key("b")]).groups[0].residency == (DISK.bit, DISK.bit)
-    bench.put("y")
-    bench.make_room(DEVICE, 1)
-    assert bench.stored() == "aby"
-
-
-def test_after_an_unclean_stop_what_was_known_is_lost() -> None:
-    bench = Bench(disk=1, restarted=True, unclean=True)
-    assert list(bench.said()) == [(EventType.CREATED, Cause.RECOVERED, ""), (EventType.CLEARED, Cause.LOST, "")]
-
-
-def test_slots_found_bad_before_the_restart_stay_out_of_use() -> None:
-    bench = Bench(disk=3, recovered=[("a", None, 35)], quarantined=[2])
-    assert bench.states(DISK) == {SlotState.READY: 1, SlotState.QUARANTINED: 1, SlotState.FREE: 1}
 
 
 def test_uses_of_disk_blocks_are_told_once_in_their_order() -> None:

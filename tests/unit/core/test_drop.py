@@ -1,27 +1,11 @@
 """Drop: a block with its subtree, or nothing of it."""
 
-from kvtierd.core.events import Cause, EventType
+from kvtierd.core.events import Cause
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
 
 OK, NOT_FOUND, HELD = BlockResult.OK, BlockResult.NOT_FOUND, BlockResult.HELD
-
-
-def test_the_subtree_goes_children_first() -> None:
-    bench = Bench(device=4)
-    bench.put("abc")
-    bench.put("d", under="a")
-    told = len(bench.events)
-    assert bench.drop("a") == ([OK], 4)
-    removed = [(type, cause, names) for type, cause, names in bench.said(told)]
-    assert [(type, cause) for type, cause, _ in removed] == [
-        (EventType.REMOVED, Cause.ANCESTOR),
-        (EventType.REMOVED, Cause.EXPLICIT),
-    ]
-    order = "".join(names for _, _, names in removed)
-    assert order.index("c") < order.index("b") < order.index("a")
-    assert bench.states(DEVICE) == {SlotState.FREE: 4}
 
 
 def test_a_block_that_is_being_copied_goes_at_once_and_its_slots_when_the_copy_has_ended() -> None:

@@ -2,10 +2,8 @@
 
 from itertools import pairwise
 
-from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, Tier
-from kvtierd.core.manager import BlockManager
-from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.policy import Policy
 from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key
 
 A_MOVE = Policy().blocks_a_move
@@ -14,11 +12,6 @@ AN_EVENT = Policy().blocks_an_event
 
 def names(count: int) -> list[str]:
     return [f"block {number}" for number in range(count)]
-
-
-def test_a_cache_is_created_with_its_capacity() -> None:
-    (event,) = Bench(device=1, disk=3).events
-    assert (event.type, event.capacity) == (EventType.CREATED, ((DEVICE, 1), (DISK, 3)))
 
 
 def test_an_update_carries_the_residency_after_it_and_what_the_move_cost() -> None:
@@ -34,31 +27,11 @@ def test_an_update_carries_the_residency_after_it_and_what_the_move_cost() -> No
     assert (change.key, change.parent, change.residency, change.priority) == (key("a"), None, HOST.bit, 40)
 
 
-def test_ids_are_contiguous_over_all_caches() -> None:
-    sequencer = EventSequencer(10)
-    shape = GroupShape(GROUP, {Tier.DEVICE: 1}, {Tier.DEVICE: 4096})
-    caches = [BlockManager(CacheId(number), [shape], sequencer) for number in (1, 2)]
-    events: list[BlockEvent] = []
-    for cache in caches:
-        cache.fill({}, {}, unclean=True)
-        events += cache.announce(0).events
-    assert [event.id for event in events] == [11, 12, 13, 14]
-    assert [event.cache for event in events] == [1, 1, 2, 2]
-
-
 def test_changes_alike_in_one_call_are_one_event_up_to_a_limit() -> None:
     count = AN_EVENT + 44
     bench = Bench(disk=count, recovered=[(name, None, 35) for name in names(count)])
     stored = [event for event in bench.events if event.type is EventType.STORED]
     assert [len(event.blocks) for event in stored] == [AN_EVENT, 44]
-
-
-def test_changes_unlike_are_events_of_their_own() -> None:
-    bench = Bench(device=3)
-    bench.put("a")
-    told = len(bench.events)
-    bench.put("b", under="a", priority=90)
-    assert list(bench.said(told)) == [(EventType.STORED, Cause.COMMIT, "b"), (EventType.UPDATED, Cause.COMMIT, "a")]
 
 
 def test_copies_alike_are_one_move_up_to_a_limit() -> None:

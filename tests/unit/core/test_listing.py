@@ -14,14 +14,6 @@ def pages(bench: Bench, limit: int) -> list[str]:
             return found
 
 
-def test_pages_are_full_and_the_last_one_says_so() -> None:
-    bench = Bench(device=5)
-    bench.put("abcde")
-    assert pages(bench, 2) == ["ab", "cd", "e"]
-    assert pages(bench, 5) == ["abcde"]
-    assert pages(Bench(device=1), 5) == [""]
-
-
 def test_a_walk_meets_every_block_that_stays_though_others_come_and_go() -> None:
     bench = Bench(device=5)
     bench.put("ab")

@@ -11,19 +11,6 @@ from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import BOB, Bench
 
 
-def test_blocks_only_there_go_and_others_lose_a_residency() -> None:
-    bench = Bench(device=1, disk=2, recovered=[("a", None, 35), ("b", "a", 35)])
-    bench.acquire("a")
-    bench.land()
-    told = len(bench.events)
-    bench.lose()
-    assert list(bench.said(told)) == [
-        (EventType.REMOVED, Cause.IO_ERROR, "b"),
-        (EventType.UPDATED, Cause.IO_ERROR, "a"),
-    ]
-    assert bench.where("a") == {DEVICE}
-
-
 def test_what_stands_on_a_lost_block_goes_with_it_children_first() -> None:
     bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
     bench.put("bc", DEVICE, under="a")
@@ -70,14 +57,6 @@ def test_what_is_pinned_there_is_let_go_of() -> None:
     states = (window.state for window in bench.core.windows.values())
     assert sum(state.pins.slots(tier) for state in states for tier in state.tiers) == 0
     assert bench.states(DISK) == {SlotState.QUARANTINED: 2}
-
-
-def test_the_other_tiers_go_on_without_it() -> None:
-    bench = Bench(device=1, host=1, disk=1)
-    bench.lose()
-    bench.put("a")
-    bench.make_room(DEVICE, 1)
-    assert bench.where("a") == {HOST}
 
 
 def test_restored_it_is_empty_and_in_use_but_for_slots_known_bad() -> None:

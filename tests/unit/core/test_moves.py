@@ -15,26 +15,6 @@ def test_a_move_down_leaves_what_is_leased_above() -> None:
     assert bench.where("a") == {DEVICE, HOST}
 
 
-def test_a_move_down_to_where_it_is_needs_no_copy() -> None:
-    bench = Bench(device=1, disk=1, recovered=[("a", None, 35)])
-    (ticket,) = bench.acquire("a")
-    bench.land()
-    bench.release(bench.lease(ticket))
-    bench.move("a", DISK)
-    assert bench.in_flight() == []
-    assert bench.where("a") == {DISK}
-
-
-def test_each_block_is_answered_for_itself() -> None:
-    bench = Bench(device=3, host=3)
-    bench.put("a", HOST)
-    bench.put("b")
-    bench.put("c", HOST)
-    ticket = bench.move("azbc", DEVICE)
-    bench.land(failed="c")
-    assert bench.grants[ticket].results == (True, False, True, False)
-
-
 @pytest.mark.parametrize("names", ["abcd", "abcdz", "zabcd"])
 def test_a_move_of_more_than_fits_brings_what_fits(names: str) -> None:
     """As its dry run says. Nothing was moved at all."""

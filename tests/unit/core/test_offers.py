@@ -42,15 +42,6 @@ def test_what_a_restart_found_is_offered_after_what_is_new() -> None:
     assert [offered(bench) for _ in range(5)] == [[each] for each in keys("xabc")] + [[]]
 
 
-def test_a_block_that_could_not_be_read_is_offered_again_where_it_is() -> None:
-    bench = Bench(host=2, disk=4, policy=Policy(remote=RemoteWrites(RemotePolicy.THROUGH)))
-    bench.put("a", HOST)
-    assert offered(bench) == [key("a")]
-    assert offered(bench) == []
-    bench.core.remote.put_back(GROUP, [key("a")])
-    assert offered(bench) == [key("a")]
-
-
 def test_blocks_that_leave_before_they_were_offered_are_counted() -> None:
     bench = Bench(host=4, policy=Policy(remote=RemoteWrites(RemotePolicy.THROUGH)), recovered=[])
     bench.put("a", HOST)

@@ -1,20 +1,6 @@
 """Up: what an acquire brings to a tier, and what becomes of where it came from."""
 
-from kvtierd.core.events import Cause
-from kvtierd.core.slots import SlotState
-from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
-
-
-def test_promotion_from_host_frees_the_source() -> None:
-    bench = Bench(device=1, host=1)
-    bench.put("a", HOST)
-    (ticket,) = bench.acquire("a")
-    assert bench.in_flight() == [("a", HOST, DEVICE, Cause.DEMAND)]
-    assert bench.where("a") == {HOST}
-    bench.land()
-    assert bench.where("a") == {DEVICE}
-    assert bench.states(HOST) == {SlotState.FREE: 1}
-    assert bench.grants[ticket].only.found_in == (HOST.bit,)
+from tests.unit.core.bench import BOB, DEVICE, HOST, Bench
 
 
 def test_promotion_from_host_keeps_a_leased_source() -> None:
@@ -24,14 +10,6 @@ def test_promotion_from_host_keeps_a_leased_source() -> None:
     bench.acquire("a")
     bench.land()
     assert bench.where("a") == {DEVICE, HOST}
-
-
-def test_promotion_from_disk_keeps_the_source() -> None:
-    bench = Bench(device=1, host=1, disk=1, recovered=[("a", None, 35)])
-    bench.acquire("a")
-    assert bench.in_flight() == [("a", DISK, DEVICE, Cause.DEMAND)]
-    bench.land()
-    assert bench.where("a") == {DEVICE, DISK}
 
 
 def test_two_who_want_the_same_block_share_one_copy() -> None:

@@ -1,6 +1,6 @@
 """Blank slots: all or nothing, in turn, and a refusal at once where waiting is of no use."""
 
-from kvtierd.core.outcome import RefusalReason, SlotHolder
+from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import Policy
 from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import ALICE, BOB, DEVICE, HOST, Bench
@@ -66,16 +66,6 @@ def test_after_a_lease_ahead_slots_are_freed_for_the_next() -> None:
     bench.rest()
     assert (bench.states(DEVICE)[SlotState.FREE], bench.core.behind) == (2, False)
     assert bench.stored() == "abcdefghijkl"
-
-
-def test_what_leases_make_impossible_is_refused_at_once_and_says_who_holds_what() -> None:
-    bench = Bench(device=3)
-    bench.store("ab", session=BOB)
-    bench.blank(DEVICE, 1)
-    refusal = bench.refusals[bench.reserve(DEVICE, 1)]
-    assert refusal.reason is RefusalReason.TIER_FULL
-    assert (refusal.tier, refusal.wanted, refusal.free) == (DEVICE, 1, 0)
-    assert refusal.holders == (SlotHolder(BOB, 2), SlotHolder(ALICE, 1))
 
 
 def test_what_becomes_impossible_while_it_waits_is_refused_then() -> None:

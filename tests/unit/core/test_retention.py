@@ -6,7 +6,6 @@ import pytest
 
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
-from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import DISK, HOST, Bench
 
 A_CALL = 4
@@ -63,16 +62,6 @@ def test_an_eviction_looks_at_the_clock_without_a_tick(late_ms: int, left: str) 
     assert bench.stored() == left
 
 
-def test_expiry_is_told_once() -> None:
-    bench = Bench(device=1)
-    bench.put("a", priority=80, duration_ms=1000)
-    since = len(bench.events)
-    bench.pass_ms(1000)
-    bench.pass_ms(10_000)
-    assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPIRED, "a")]
-    assert bench.events[-1].blocks.priorities[0] == 35
-
-
 def test_what_expires_goes_to_the_tail_of_its_queue() -> None:
     bench = Bench(host=3)
     for name, priority in (("a", 80), ("b", 35), ("c", 35)):
@@ -125,20 +114,6 @@ def test_a_great_many_expire_in_slices() -> None:
         bench.pass_ms(passed_ms)
     assert [len(event.blocks) for event in bench.events[since:]] == [A_CALL] * 3
     assert "".join(blocks for _, _, blocks in bench.said(since)) == "".join(names)
-
-
-# -- given later -----------------------------------------------------------------------------------------------------
-
-
-def test_new_values_override() -> None:
-    bench = Bench(device=2)
-    bench.put("a", priority=80, duration_ms=1000)
-    assert bench.retain("ax", 60, 5000) == [BlockResult.OK, BlockResult.NOT_FOUND]
-    assert bench.priority("a") == 60
-    bench.pass_ms(4999)
-    assert bench.priority("a") == 60
-    bench.pass_ms(1)
-    assert bench.priority("a") == 35
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------

@@ -25,21 +25,6 @@ def reset(bench: Bench, *, force: bool = False) -> tuple[int, int]:
 # -- pins ------------------------------------------------------------------------------------------------------------
 
 
-def test_pins_count() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("a")
-    bench.pin("a")
-    bench.pin("a")
-    assert bench.pin("a", unpin=True) == [OK]
-    bench.move("a", HOST)
-    bench.land()
-    assert bench.where("a") == {DEVICE, HOST}
-    assert bench.pin("a", unpin=True) == [OK]
-    assert bench.pin("a", unpin=True) == [BlockResult.NOT_PINNED]
-    bench.move("a", HOST)
-    assert bench.where("a") == {HOST}
-
-
 def test_a_pin_during_a_demotion_keeps_both_copies() -> None:
     bench = Bench(device=1, host=1, policy=Policy(max_pinned=1.0))
     bench.put("a")

@@ -13,14 +13,6 @@ SELECTIVE = Policy(write_policy=WriteMode.SELECTIVE)
 # -- write-through ----------------------------------------------------------------------------------------------------
 
 
-def test_written_through_blocks_are_on_the_lowest_tier_soon_after_their_commit() -> None:
-    bench = Bench(device=4, host=4, disk=8, policy=THROUGH)
-    bench.store("abc")
-    assert bench.in_flight() == [(name, DEVICE, DISK, Cause.WRITE_THROUGH) for name in "abc"]
-    bench.land()
-    assert [bench.where(name) for name in "abc"] == [{DEVICE, DISK}] * 3
-
-
 def test_without_a_disk_the_host_is_the_lowest() -> None:
     bench = Bench(device=4, host=4, policy=THROUGH)
     bench.put("ab")
@@ -84,17 +76,6 @@ def test_selective_drops_what_was_used_once() -> None:
     bench.reserve(DEVICE, 1)
     assert bench.stored() == ""
     assert bench.moves == []
-
-
-def test_selective_writes_down_at_the_second_use() -> None:
-    bench = Bench(device=2, host=2, disk=4, policy=SELECTIVE)
-    bench.put("ab")
-    bench.land()
-    assert bench.where("a") == {DEVICE}
-    bench.touch("a")
-    assert bench.in_flight() == [("a", DEVICE, DISK, Cause.WRITE_THROUGH)]
-    bench.land()
-    assert (bench.where("a"), bench.where("b")) == ({DEVICE, DISK}, {DEVICE})
 
 
 def test_selective_demotes_what_was_used_twice() -> None:
