@@ -26,7 +26,6 @@ EDGES = list(permutations(TIERS, 2))
 OK = {BlockResult.OK}
 OLD_DRIVER = {"driver_version": 12080}
 """Without a call for whole batches."""
-ROOM = {"device": 6, "host": 8, "disk": 96}
 
 
 @contextmanager
@@ -64,25 +63,6 @@ async def test_every_edge_carries_every_byte(short_dir, gpu):
                 await cache.drop(keys[:1])
             stats = await cache_stats(client, "c")
             assert {edge.edge: edge.failures for edge in stats.edges} == {f"{a}>{b}": 0 for a, b in EDGES}
-
-
-@pytest.mark.parametrize("gpu", [{"seed": 3}, OLD_DRIVER], ids=["batches", "one-by-one"])
-async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir, gpu):
-    with serving(short_dir, **ROOM, gpu=gpu) as daemon:
-        async with opened(daemon) as (client, cache):
-            prompts = [chain(f"prompt {number}", 3) for number in range(12)]
-
-            async def use(keys):
-                assert set(await cache.put(keys, blocks(keys), tier=DEVICE)) == OK
-                for tier in (DEVICE, HOST):
-                    assert_bytes(keys, await cache.get(keys, tier=tier))
-
-            for start in range(0, len(prompts), 2):
-                await asyncio.gather(*map(use, prompts[start : start + 2]))
-            for keys in prompts:
-                assert_bytes(keys, await cache.get(keys, tier=DEVICE))
-            moved = {edge.edge: edge.blocks for edge in (await cache_stats(client, "c")).edges}
-            assert min(moved[edge] for edge in ("device>host", "host>disk", "disk>device")) > 0
 
 
 async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir):

@@ -4,8 +4,6 @@ restart keeps, and what a start says where there is no GPU, or too little of it.
 import asyncio
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -24,32 +22,6 @@ MIB = 1 << 20
 DEVICE, HOST = 4, 8
 GPU_BYTES = 4 * MIB
 """Of a cache, however few slots it has: its two pools begin at multiples of the GPU's pages."""
-READER = """
-import ctypes, os, sys
-from kvtier.abi.cuda.driver import Driver
-from kvtier.abi.cuda.memory import DeviceMemory
-fd, nbytes, uuid, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].encode()
-driver = Driver.open("cuda")
-assert driver.uuid.hex() == uuid
-memory = DeviceMemory.from_fd(driver, fd, nbytes)
-print(ctypes.string_at(memory.address, len(text)).hex())
-ctypes.memmove(memory.address, text, len(text))
-"""
-
-
-def exchange(mapped, fds, text):
-    """What stood at the beginning of the GPU's memory, for another process, which then writes ``text`` there."""
-    assert mapped.cuda is not None
-    fd = fds[attach.CUDA]
-    said = subprocess.run(
-        [sys.executable, "-c", READER, str(fd), str(mapped.cuda.nbytes), mapped.cuda.uuid, text],
-        pass_fds=[fd],
-        env=os.environ | fake_gpu(),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return bytes.fromhex(said.stdout.strip())
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +35,6 @@ def daemon():
 def supervised(short_dir):
     with supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST)) as process:
         yield process
-
-
-async def test_another_process_maps_the_same_memory(daemon):
-    async with attached(daemon.address) as raw:
-        opened = await raw.open("c")
-        said, fds = raw.socket.mapped(opened.cache_id, write=True)
-        assert said.fds == [attach.CONTROL, attach.HOST, attach.CUDA]
-        assert said.cuda is not None and said.cuda.nbytes == GPU_BYTES
-        assert exchange(said, fds, "first") == bytes(5), "nobody has written there"
-        assert exchange(said, fds, "other") == b"first"
-        close_all(fds)
 
 
 async def test_a_reader_is_told_why_it_gets_none(daemon):

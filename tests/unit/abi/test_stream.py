@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.abi.stream import MAX_CHUNK_BYTES, Progress, Span, StreamError
+from kvtier.abi.stream import MAX_CHUNK_BYTES, Progress, StreamError
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 40))
 """Blocks, and bytes of a block."""
@@ -46,10 +46,6 @@ def test_a_chunk_that_is_not_the_next_one_is_refused_and_changes_nothing(shape, 
         with pytest.raises(StreamError):
             progress.accept(*chunk)
         assert (progress.block, progress.offset) == at
-
-
-def test_a_chunk_may_end_one_block_and_begin_the_next():
-    assert Progress(3, 10).accept(0, 0, 25) == [Span(0, 0, 10), Span(1, 0, 10), Span(2, 0, 5)]
 
 
 def test_the_refusal_names_field_value_and_limit():

@@ -52,13 +52,6 @@ def file_size_limit(limit: int) -> Iterator[None]:
 # The disk lies.
 
 
-@pytest.mark.parametrize("offset", [0, 4095, 4096, 7777, SHAPE_BYTES - 1])
-def test_a_flipped_bit_is_corrupt_and_costs_nobody_else(store: DiskStore, slab: Path, offset: int) -> None:
-    store.write([block(1, 3), block(2, 4), block(3, 5)])
-    flip(slab, 4 * SHAPE_BYTES + offset)
-    assert verdicts(store, {1: 3, 2: 4, 3: 5}) == {1: "ok", 2: "corrupt", 3: "ok"}
-
-
 def test_swapped_records_are_both_corrupt(store: DiskStore, slab: Path) -> None:
     store.write([block(1, 3), block(2, 9), block(3, 4)])
     with open(slab, "r+b") as file:
@@ -88,23 +81,6 @@ def test_a_sparse_slab_is_corrupt_and_allocated_again(store: DiskStore, slab: Pa
     with reopened(store, tmp_path / "store") as (again, _):
         assert slab.stat().st_blocks * 512 >= whole
         assert verdicts(again, {1: 3, 2: 4}) == {1: "ok", 2: "corrupt"}
-
-
-def test_corrupt_slots_are_remembered_until_written_again(store: DiskStore, slab: Path, tmp_path: Path) -> None:
-    store.write([block("a", 3), block("b", 4, "a"), block("c", 5, "b"), block("d", 6, "a")])
-    flip(slab, 4 * SHAPE_BYTES)
-    assert verdicts(store, {"b": 4}) == {"b": "corrupt"}
-    with reopened(store, tmp_path / "store") as (again, recovery):
-        assert recovery.quarantined == {GROUP: {4}}
-        assert names(recovery, "abcd") == ["a", "d"]
-        assert again.write([block("b", 5, "a")]) == frozenset()
-        with reopened(again, tmp_path / "store") as (later, still):
-            assert still.quarantined == {GROUP: {4}}
-            assert names(still, "abcd") == ["a", "d", "b"]
-            later.write([block("e", 4)])
-            with reopened(later, tmp_path / "store") as (last, lifted):
-                assert lifted.quarantined == {GROUP: set()}
-                assert verdicts(last, {"b": 5, "e": 4}) == {"b": "ok", "e": "ok"}
 
 
 def test_corrupt_slots_survive_a_death_once_anything_else_was_written(store: DiskStore, slab: Path) -> None:

@@ -56,14 +56,6 @@ async def line(house: House) -> list[asyncio.Task[GroupGrant]]:
     return [await waiting_reserve(house, 4, session=2), await waiting_reserve(house, 1, session=3)]
 
 
-async def test_cancelling_the_first_in_line_lets_the_next_one_in(
-    house: House, line: list[asyncio.Task[GroupGrant]]
-) -> None:
-    line[0].cancel()
-    assert len((await line[1]).slots) == 1
-    assert house.engine.manager(CACHE).stats().held_by == {3: 1}
-
-
 async def test_a_grant_that_meets_a_waiter_cancelled_in_the_same_turn_goes_back(
     house: House, line: list[asyncio.Task[GroupGrant]]
 ) -> None:

@@ -81,29 +81,6 @@ def test_as_many_blocks_as_there_are_slots_all_find_a_place_however_often_they_c
     assert len(index.writer.contents()) == 2000
 
 
-def test_a_block_without_a_place_makes_absence_unsure_until_it_is_gone() -> None:
-    index = Index(3)
-    for number in range(30):
-        index.put(FULL, key(number), HOST_BIT, host=place(number, 2))
-    inside = [number for number in range(30) if index.residency(number)]
-    outside = [number for number in range(30) if number not in inside]
-    assert len(inside) <= 24
-    assert index.unindexed == index.writer.unindexed == len(outside) >= 6
-    assert index.reader.entry(key(99), FULL) is None
-    found = index.reader.find(packed([*range(30), 99]), FULL)
-    assert np.flatnonzero(found.sure).tolist() == inside
-    assert index.reader.prefix_length(packed([*inside, 99]), FULL) is None
-    assert index.reader.prefix_length(packed(inside), FULL) == len(inside)
-    for number in inside:
-        index.put(FULL, key(number), 0)
-    index.put(FULL, key(outside[0]), HOST_BIT | DISK_BIT)
-    assert index.writer.contents() == {(FULL, key(number)): None for number in outside}
-    for number in outside:
-        index.put(FULL, key(number), 0)
-    assert index.unindexed == 0
-    assert index.reader.entry(key(99), FULL) is ABSENT
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 11, 12, 13, 300, 5000])
 def test_the_length_of_a_prefix(count: int) -> None:
     index = Index(2000)

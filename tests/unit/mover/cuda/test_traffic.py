@@ -199,13 +199,6 @@ def ended(copy: Callable[[int, int, int], Callable[[], None]], src: int, dst: in
     return True
 
 
-def test_what_is_closed_takes_nothing_more() -> None:
-    rig = Rig()
-    rig.close()
-    with pytest.raises(TierIOError, match="closed"):
-        rig.up(0, 0)
-
-
 def test_a_close_waits_for_nobody_and_frees_nothing_under_a_copy() -> None:
     rig = Rig()
     gate = threading.Event()
