@@ -57,33 +57,6 @@ async def cache(client):
     return await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, device=32, host=32, disk=32))
 
 
-async def test_a_prefix_needs_each_group_s_window_and_no_more(cache):
-    await put(cache, KEYS)
-    found = await cache.across.match(KEYS)
-    assert found.blocks == 24
-    assert {span.group: (span.first_block, len(span.residency)) for span in found.groups} == {
-        0: (20, 4),
-        1: (0, 24),
-        2: (17, 7),
-    }
-    # Shorter ones want sliding blocks that nobody has stored.
-    assert (await cache.across.match(KEYS[:23])).blocks == 0
-
-
-async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache):
-    """Never the minimum of the groups' own matches: window 0 has no block of the middle."""
-    await put(cache, KEYS[:4])
-    await put(cache, KEYS, {0: 4, 2: 7})
-    full = cache.in_group(1)
-    await full.put(KEYS[4:], content(VSWA, 1, KEYS[4:]), parent=KEYS[3])
-    assert (await cache.across.match(KEYS)).blocks == 24
-    assert (await cache.across.match(KEYS[:12])).blocks == 4
-    await cache.drop(KEYS[2:3])
-    assert [(await cache.in_group(group).match(KEYS[:4])).blocks for group in groups_of(VSWA)] == [2, 4, 4]
-    await cache.in_group(2).drop(KEYS[1:2])
-    assert (await cache.across.match(KEYS[:4])).blocks == 1
-
-
 IDS = [*range(12 * 16)]
 
 
@@ -152,15 +125,6 @@ async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client, ca
         await cache.in_group(2).put(crowd, content(VSWA, 2, crowd), tier=Tier.DEVICE)
         assert window.unchanged()
     assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
-
-
-async def test_several_sequences_claim_what_they_share_before_room_is_made(cache):
-    await put(cache, KEYS)
-    for group in groups_of(VSWA):
-        await cache.in_group(group).move(KEYS, Tier.HOST)
-    async with cache.across.acquire_many([KEYS, chain("absent", 2), KEYS], Tier.DEVICE, min_blocks=1) as leases:
-        assert [(lease.blocks, lease.refusal) for lease in leases] == [(24, ""), (0, "TOO_SHORT"), (24, "")]
-        assert leases[0].groups[1].slots == leases[2].groups[1].slots
 
 
 async def test_groups_are_counted_apart(client, cache):

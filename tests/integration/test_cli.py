@@ -18,7 +18,6 @@ from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
 from tests.integration.blocks import put_chain
 from tests.integration.conftest import own_cache
-from tests.integration.seeing import last_event
 from tests.integration.waiting import eventually
 
 KVTIER = [sys.executable, "-m", "kvtier.cli"]
@@ -35,19 +34,6 @@ def kvtier(*arguments, status=0, env=None):
     assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
-
-
-async def a_life(cache):
-    """Four events: stored, down to the disk, up again, and gone."""
-    keys = await put_chain(cache, cache.name, 1)
-    await cache.move(keys, Tier.DISK)
-    await cache.move(keys, Tier.HOST)
-    await cache.drop(keys)
-    return keys
 
 
 async def test_status(daemon, client, cache):
@@ -69,27 +55,6 @@ async def test_status(daemon, client, cache):
         assert re.fullmatch(r"event log: .+, events \d+ to \d+, oldest (\d{1,3} s|\d+:\d\d:\d\d) ago", log)
         assert ["tier", "filled", "of", "given", "out", "slots"] in [line.split()[:6] for line in text.splitlines()]
         assert " \n" not in text, "cells are padded at the end of a line"
-
-
-async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
-    start = await last_event(client)
-    (key,) = await a_life(cache)
-    watch = ("watch", "-o", "json", "--address", daemon.address, "--cache", cache.name)
-    everything = lines(kvtier(*watch, "--since", str(start), "--limit", "4").stdout)
-    assert [event["type"] for event in everything] == ["stored", "updated", "updated", "removed"]
-    assert [event["event_id"] for event in everything] == list(range(start.id + 1, start.id + 5))
-    stored, down, up, removed = everything
-    assert stored["blocks"][0]["block_hash"] == key.hex()
-    assert (down["moved_from"], down["moved_to"], down["cause"]) == ("device", "disk", "explicit")
-    assert up["blocks"][0]["residency"] == ["host", "disk"]
-    assert (removed["block_hashes"], removed["cause"]) == ([key.hex()], "explicit")
-    # Without an epoch the present one is meant; filters are as the daemon's.
-    one = lines(kvtier(*watch, "--since", str(start.id), "--limit", "1", "--cause", "prefetch").stdout)
-    assert one == [up]
-    one = lines(kvtier(*watch, "--since", str(start), "--limit", "1", "--type", "removed").stdout)
-    assert one == [removed]
-    both = lines(kvtier(*watch, "--oldest", "--limit", "2", "--tier", "disk").stdout)
-    assert both == [down, up]
 
 
 @pytest.mark.parametrize(

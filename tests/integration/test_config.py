@@ -57,10 +57,6 @@ async def tier_sizes(daemon):
             'host_bytes = 4096\ntraces = "http://127.0.0.1:4318/v1/traces"',
             "2: traces = 'http://127.0.0.1:4318/v1/traces': must be http://host:port or, with TLS, https://host:port",
         ),
-        (
-            'host_bytes = 4096\nlisten_tcp = "0.0.0.0:0"',
-            "2: listen_tcp = 0.0.0.0:0: needs tls_cert and tls_key and tls_client_ca",
-        ),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_is_touched(short_dir, text, says):

@@ -84,15 +84,6 @@ def test_what_was_saved_outlives_the_daemon(daemon, layout):
         assert second.run(PROMPT).loaded == 10
 
 
-def test_a_stopped_daemon_costs_nothing(daemon):
-    with warm(daemon.address) as toy, daemon.paused():
-        started = time.monotonic()
-        for number in range(5):
-            assert toy.run(PROMPT).loaded == 10
-            assert toy.run([number] * len(OTHER)).computed == 6
-        assert time.monotonic() - started < 4
-
-
 @pytest.mark.parametrize("hindrance", ["none", "killed", "paused", "held"])
 def test_a_reset_is_carried_out_whatever_hinders_it(daemon, hindrance):
     """By this engine, or by the next one before it offers anything."""
@@ -145,21 +136,6 @@ def test_the_same_block_is_saved_once(daemon):
             toy.end(run)
         toy.settle()
         assert toy.planner.stats()["blocks being saved"] == 10
-
-
-@pytest.mark.parametrize("way", ["aborted", "preempted"])
-def test_pages_that_are_taken_away_are_not_read_afterwards(daemon, way):
-    with engine(daemon.address) as toy:
-        run = toy.begin(PROMPT)
-        toy.complete(run)
-        getattr(toy.planner, way)(run.name)
-        toy.begin_step()
-        toy.give(run)
-        toy.settle()
-        assert toy.run(PROMPT).loaded in (0, 10)  # the copy had begun, or was given up
-        toy.settle()
-        assert toy.run(PROMPT).loaded == 10
-    wait_until(lambda: held(daemon) == 0)
 
 
 def test_a_late_save_loses_only_pages_that_are_used_again(daemon, monkeypatch):

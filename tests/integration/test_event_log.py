@@ -189,18 +189,3 @@ async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(daemon, clie
     assert (held.ids[1][0], held.gaps) == (last + 1, [])
     await logged(client)
     assert stat.S_IMODE(os.stat(daemon.state_dir / "events").st_mode) == 0o700
-
-
-async def test_a_damaged_log_loses_what_is_damaged_and_the_daemon_serves(daemon, client):
-    await put(await client.open_cache("c", SPEC), "before")
-    last = await logged(client)
-    await asyncio.to_thread(daemon.stop)
-    (file,) = (daemon.state_dir / "events").iterdir()
-    file.write_bytes(file.read_bytes()[:-1])
-    await asyncio.to_thread(daemon.start)
-    await put(await client.open_cache("c", SPEC), "after")
-    await logged(client)
-    everything = await told(client, oldest=True)
-    assert everything.reasons == ["not-logged"]
-    assert everything.gaps[0].first_id <= last <= everything.gaps[0].last_id
-    assert not (await client.stats()).problems

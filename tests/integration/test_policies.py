@@ -10,16 +10,14 @@ from kvtier import (
     CallerError,
     Cause,
     Event,
-    EventType,
     InvalidArgument,
     Tier,
     WritePolicy,
     connect,
 )
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, sizes
 from tests.integration.seeing import cache_stats
-from tests.integration.waiting import PATIENCE_S
 
 KEYS = chain("policies", 6)
 THROUGH = CacheOptions(write_policy=WritePolicy.THROUGH)
@@ -97,24 +95,3 @@ async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon):
         assert (await cache.match(keys)).blocks == 0
         assert await cache.move(keys, Tier.DISK) == [BlockResult.NOT_FOUND] * 2
         assert [tier.free for tier in (await cache_stats(client, "disk")).tiers] == [8]
-
-
-@pytest.mark.parametrize(("priority", "kept"), [(29, False), (30, True), (100, True)])
-async def test_only_what_is_worth_it_goes_down(start_daemon, priority, kept):
-    daemon = start_daemon(device=4, host=32)
-    async with await connect(daemon.address) as client, client.watch(oldest=True, types=[EventType.REMOVED]) as watch:
-        cache = await client.open_cache("worth", SPEC)
-        cheap = [chain(f"cheap {index}", 2) for index in range(2)]
-        for keys in cheap:
-            await cache.put(keys, blocks(keys), priorities=priority)
-        await put_chain(cache, "crowd", 4, priorities=100)
-        assert [(await cache.match(keys)).blocks for keys in cheap] == ([2, 2] if kept else [0, 0])
-        if not kept:
-            gone: list[bytes] = []
-            async with asyncio.timeout(PATIENCE_S):
-                while len(gone) < 4:
-                    event = await anext(watch)
-                    assert isinstance(event, Event)
-                    assert event.cause is Cause.CAPACITY
-                    gone += event.keys
-            assert [gone.index(keys[1]) < gone.index(keys[0]) for keys in cheap] == [True, True], "leaves first"

@@ -134,28 +134,6 @@ async def test_the_least_recently_used_go_beyond_a_size(start, store):
     assert left(store, keys) == [True, False, False, True, True]
 
 
-async def test_blocks_of_one_minute_go_as_far_as_they_must(daemon, store):
-    keys = stored(*"abcdef")
-    await fill(daemon, store, keys)
-    for key in keys:
-        age(store, key, 60)
-    nbytes = store.objects()[keys[0].hex()].stat().st_size
-    async with await patient(daemon.address) as client:
-        for keep, gone in ((7, 0), (6, 0), (5, 1), (3, 2), (0, 3)):
-            assert (await client.remote_gc(keep_bytes=keep * nbytes)).objects == gone
-
-
-async def test_age_goes_before_use(daemon, store):
-    keys = stored(*"abcd")
-    await fill(daemon, store, keys)
-    for days, key in zip((9, 8, 3, 2), keys, strict=True):
-        age(store, key, days * DAY_S)
-    nbytes = store.objects()[keys[0].hex()].stat().st_size
-    said = answer("remote", "gc", "--older-than", "7d", "--keep-bytes", str(nbytes), "--address", daemon.address)
-    assert (said["objects"], said["kept_bytes"]) == (3, nbytes)
-    assert left(store, keys) == [False, False, False, True]
-
-
 async def test_only_blocks_of_the_caches_that_are_named_go(daemon, store):
     mine, others = stored("mine"), stored("others")
     await fill(daemon, store, mine, "c")

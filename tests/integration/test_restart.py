@@ -10,7 +10,7 @@ from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, sizes
 from tests.integration.conftest import own_daemon
-from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.seeing import tier_stats
 from tests.integration.starting import refused
 from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
@@ -30,21 +30,6 @@ async def filled(client):
     await cache.put(IN_MEMORY, blocks(IN_MEMORY))
     assert {row.residency async for row in cache.blocks()} == {Tier.DISK.bit, Tier.DEVICE.bit}
     return cache
-
-
-async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
-    async with await patient(daemon.address) as client:
-        cache = await filled(client)
-        await asyncio.to_thread(daemon.restart)
-        await heard(client)
-        assert (await cache.match(ON_DISK)).residency == bytes([Tier.DISK.bit]) * len(ON_DISK)
-        assert (await cache.match(IN_MEMORY)).blocks == 0
-        assert await cache.get(IN_MEMORY) == []
-        assert_bytes(ON_DISK, await cache.get(ON_DISK))
-        assert (await cache_stats(client, "c")).hits_disk == len(ON_DISK)
-        # What was lost can be stored again.
-        await cache.put(IN_MEMORY, blocks(IN_MEMORY))
-        assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
 
 
 async def test_generations_never_restart(daemon):

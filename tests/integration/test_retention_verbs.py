@@ -12,7 +12,6 @@ from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_c
 
 OK = BlockResult.OK
 KEYS = chain("retention", 4)
-OTHER = chain("other", 1)
 TOKENS = SPEC.tokens_per_block
 
 
@@ -43,16 +42,6 @@ async def test_a_priority_expires_and_says_so(client, cache):
     assert event.type is EventType.UPDATED
     assert set(split_keys(event.packed_keys)) == set(KEYS[:2])
     assert set(event.priorities) == {35}
-
-
-async def test_a_priority_that_has_expired_keeps_no_slot(cache):
-    short = Retention((TokenRange(0, None, 80, 0.001),))
-    await cache.put(KEYS[:1], blocks(KEYS[:1]), retention=short)
-    await cache.put(OTHER, blocks(OTHER), priorities=50)
-    await asyncio.sleep(0.011)  # the retention ends; no tick of the daemon has to come
-    async with cache.reserve(cache.slots(Tier.DEVICE) - 1, Tier.DEVICE):
-        places = await cache.locate([*KEYS[:1], *OTHER])
-        assert [bool(place.residency & Tier.DEVICE.bit) for place in places] == [False, True]
 
 
 async def test_an_acquire_brings_a_retention_for_what_it_finds(cache):

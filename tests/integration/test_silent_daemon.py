@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, Planes, Tier, connect
+from kvtier import BlockResult, Planes, Tier, connect
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain
 from tests.integration.conftest import own_daemon
@@ -267,28 +267,6 @@ async def test_a_get_of_which_nothing_can_be_read_says_so_once(daemon):
                 await cache.get(ON_DISK, timeout=TIMEOUT_S)
             assert await cache.get(ON_DISK) == []
             assert (await cache.match(ON_DISK)).blocks == 0
-
-
-@pytest.mark.parametrize("how", AWAY)
-async def test_a_thread_reads_what_is_mapped(daemon, how):
-    go, come_back = AWAY[how]
-    await fill(daemon)
-
-    def read():
-        with Client(daemon.address, wait=PATIENCE_S) as client:
-            cache = client.open_cache("c", SPEC)
-            go(daemon)
-            try:
-                assert_bytes(MAPPED, cache.get(KEYS, timeout=TIMEOUT_S))
-                assert cache.match(KEYS).blocks == cache.prefix_length(KEYS) == 4
-                assert_bytes(MAPPED, cache.get(KEYS))
-                with pytest.raises((DaemonUnavailable, DeadlineExceeded)):
-                    cache.acquire(KEYS, timeout=TIMEOUT_S)
-            finally:
-                come_back(daemon)
-            assert len(cache.acquire(KEYS)) == 8
-
-    await asyncio.to_thread(read)
 
 
 async def test_several_groups_count_what_is_mapped(start_for):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, TierFull, WindowGroupSpec
+from kvtier import BlockResult, CacheSpec, PoolSpec, Tier, TierFull, WindowGroupSpec
 from tests.integration.blocks import chain, opened_cache
 from tests.integration.models import assert_content, content
 from tests.integration.seeing import tier_stats
@@ -43,19 +43,6 @@ def assert_window(found):
     """Of a prefix of eleven, the blocks that it needs; None before."""
     assert found[:FIRST] == [None] * FIRST
     assert_content(SLIDING, 0, KEYS[FIRST:], found[FIRST:])
-
-
-async def test_all_lookups_agree(cache, client):
-    found = await cache.match(MORE)
-    assert (found.blocks, found.residency) == (11, bytes(FIRST) + bytes([Tier.HOST.bit] * 7))
-    assert await cache.prefix_length(MORE) == (await cache.across.match(MORE)).blocks == 11
-    async with Mirror(client, ["sliding"]) as mirror:
-        assert mirror.longest_prefix(MORE) == 11
-    # A prefix whose window has a hole is none; one before it may be.
-    assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 0
-    await cache.put(KEYS[:2], content(SLIDING, 0, KEYS[:2]))
-    assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 2
-    assert (await cache.probe(KEYS))[:FIRST] == bytes([Tier.DEVICE.bit] * 2 + [0] * 2)
 
 
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):

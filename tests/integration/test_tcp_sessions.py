@@ -325,16 +325,6 @@ async def test_one_identity_has_so_many_sessions_and_others_are_unaffected(start
             pass
 
 
-async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemon):
-    rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["read"]}'
-    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
-    await fill(daemon)
-    async with await connect(daemon.tcp_address, insecure=True) as client:
-        assert [one.name for one in await client.caches()] == ["shared"]
-        with pytest.raises(PermissionDenied, match="an anonymous client"):
-            await client.open_cache("private", SPEC)
-
-
 async def test_who_administers_one_cache_sees_the_sessions_there_and_no_others(start_daemon):
     rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["admin"]}'
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)

@@ -164,30 +164,6 @@ async def test_cursors_that_never_were_are_refused(daemon, client):
         assert refused.value.limit
 
 
-@BOTH
-async def test_a_watcher_that_does_not_read_is_told_what_it_missed(daemon, client, restart):
-    """Whatever had been sent to it, and whatever had not: what it is given joins, or a gap says what does not."""
-    cache = await on_disk(client, "first")
-    async with client.watch(oldest=True) as watch:
-        await anext(watch)
-        place = watch.cursor
-        assert place is not None
-        for number in range(100):
-            await cache.put(chain(f"unread {number}", 4), blocks(chain(f"unread {number}", 4)))
-        await restart(daemon)
-        items = await up_to(watch, await last_event(client))
-    expected = place.id + 1
-    for item in items:
-        match item:
-            case Gap():
-                assert item.first_id == expected
-                expected = item.last_id + 1
-            case Event():
-                assert item.event_id == expected
-                expected += 1
-    assert expected == (await last_event(client)).id + 1
-
-
 async def test_a_snapshot_cut_short_begins_anew(daemon, client):
     cache = await on_disk(client, "before")
     async with client.watch(snapshot=True) as watch:

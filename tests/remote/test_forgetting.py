@@ -3,14 +3,12 @@
 import hashlib
 import json
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from kvtier import BlockResult, Tier
 from kvtierd.service.cache import prefix_of
-from kvtierd.service.forgotten import MOST_DROPPED
 from kvtierd.service.remote.telling import object_name
 from kvtierd.tiers.remote.opening import open_store
 from tests.integration.blocks import BLOCK_BYTES, SPEC, chain
@@ -127,18 +125,6 @@ async def test_bytes_of_another_host_are_replaced(start, opened):
         assert (await elsewhere.stats()).remote.blocks["replaced"] == 3
         async with opened(start()) as (_, third):
             assert await read(third, keys) == "bbb"
-
-
-async def test_more_drops_than_a_cache_remembers_reset_it(start, opened):
-    keys = chain("many", 3)
-    async with opened(start()) as (client, cache), opened(start()) as (_, other):
-        await write(client, cache, keys, "a")
-        assert await read(other, keys) == "aaa"
-        await cache.drop(chain("nobody's", MOST_DROPPED + 1))
-        for each in (cache, other):
-            await eventually(partial(read, each, keys), lambda marks: marks == "")
-        await write(client, cache, keys, "b")
-        await eventually(lambda: read(other, keys), lambda marks: marks == "bbb")
 
 
 async def test_another_specification_is_another_cache(start, opened, name):

@@ -79,12 +79,6 @@ async def test_memory_budgets_shrink_to_what_there_is(
     assert await restored(short_dir, **sizes) == {"cache": expected}
 
 
-async def test_without_the_disk_tier_its_caches_rest(short_dir: Path) -> None:
-    await with_caches(short_dir, cache={DEVICE: 3, DISK: 20})
-    assert await restored(short_dir, device=8) == {}
-    assert await restored(short_dir, device=8, disk=64) == {"cache": {DEVICE: 3, DISK: 20}}
-
-
 async def test_a_cache_that_died_in_the_making_is_announced_as_gone_once(short_dir: Path) -> None:
     """Its slots are remembered before its files are made."""
     await with_caches(short_dir)

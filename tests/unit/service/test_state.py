@@ -21,22 +21,6 @@ def life(path: Path) -> StateDir:
     return opened
 
 
-def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tmp_path: Path) -> None:
-    first = life(tmp_path)
-    ids = DurableSequencer(first)
-    given = [ids.take() for _ in range(1000)]
-    first.close(None)  # as a crash would leave it
-    second = life(tmp_path)
-    assert second.identity.unclean
-    assert (second.identity.epoch, second.identity.boot) == (2, 2)
-    assert second.identity.epoch_first == second.identity.last + 1 > max(given)
-    assert DurableSequencer(second).take() == second.identity.epoch_first
-    second.close(None)
-    third = life(tmp_path)
-    assert (third.identity.epoch, third.identity.boot) == (3, 3)
-    third.close(None)
-
-
 def test_a_directory_that_another_daemon_makes_its_own_meanwhile_is_locked(tmp_path, monkeypatch) -> None:
     others: list[StateDir] = []
 
