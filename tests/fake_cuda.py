@@ -76,7 +76,7 @@ class GpuArray:
     """Rows of bytes in memory of a GPU, ``stride`` bytes apart. ``bytes``: the same memory, since the fake's addresses
     are this process's own."""
 
-    def __init__(self, driver: Driver, *shape: int, content: object = 0, stride: int = 1) -> None:
+    def __init__(self, driver: Driver, *shape: int, content: Any = 0, stride: int = 1) -> None:
         self.memory = DeviceMemory.create(driver, shape[0] * max(stride, *shape[1:], 1))
         place = {"shape": shape, "typestr": "|u1", "data": (int(self.memory.address), False), "version": 3}
         if stride > 1:
