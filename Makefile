@@ -73,7 +73,7 @@ test: check
 	$(PYTHON) .ci/run_tests.py $(WORKERS)
 
 # Of tests/integration, what uses the device tier. Those of tests/gpu run on the fake in make test.
-ON_THE_FAKE := $(addprefix tests/integration/test_,$(addsuffix .py,across_groups dead_clients edges model_kinds policies \
+ON_THE_FAKE := $(addprefix tests/integration/test_,$(addsuffix .py,across_groups dead_clients model_kinds policies \
 	restart supervise torture transfer two_clients verbs))
 
 .PHONY: test-long

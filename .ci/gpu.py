@@ -57,7 +57,7 @@ class Step:
     tests: str
 
 
-_EDGES: Final = "tests/integration/test_edges.py tests/integration/test_transfer.py"
+_EDGES: Final = "tests/integration/test_verbs.py tests/integration/test_transfer.py"
 _KEPT: Final = "tests/gpu/test_pool_kept.py tests/gpu/test_processes.py tests/integration/test_dead_clients.py"
 _RACES: Final = "tests/gpu/test_races.py tests/integration/test_torture.py tests/gpu/test_sanitizer.py"
 STEPS: Final = (

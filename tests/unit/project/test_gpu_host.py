@@ -89,3 +89,12 @@ def test_the_first_step_is_part_of_every_call_and_an_unknown_step_is_refused(ste
 def test_a_step_that_shows_nothing_has_failed(hour, step, code):
     status, report = hour(step("broken", code))
     assert (status, report["steps"]["broken"]["verdict"].partition(":")[0]) == (1, "failed")
+
+
+def test_every_test_that_a_step_names_is_there():
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    fake = re.findall(r"ON_THE_FAKE := .*addsuffix \.py,([\w\s]+)", makefile)
+    named = [f"tests/integration/test_{word}.py" for words in fake for word in words.split()]
+    named += [word for step in gpu.STEPS for word in step.tests.split() if word.endswith(".py")]
+    assert len(named) > 15
+    assert not [name for name in named if not (ROOT / name).is_file()]
