@@ -236,10 +236,9 @@ class RequestExplanation:
 def tier_runs(residency: bytes, seconds_a_block: Mapping[Tier, float]) -> tuple[TierRun, ...]:
     """The runs of a prefix. ``seconds_a_block``: to bring a block from a tier into memory, where that is known."""
     runs: list[TierRun] = []
-    for tier, blocks in groupby(min(tiers_of(each)) for each in residency):
-        count = len([*blocks])
-        cost = seconds_a_block.get(tier)
-        first = runs[-1].first_block + runs[-1].blocks if runs else 0
+    for tier, places in groupby(range(len(residency)), lambda place: min(tiers_of(residency[place]))):
+        first, *others = places
+        cost, count = seconds_a_block.get(tier), 1 + len(others)
         runs.append(TierRun(tier, first, count, None if cost is None else cost * count))
     return tuple(runs)
 

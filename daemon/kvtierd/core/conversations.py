@@ -61,9 +61,6 @@ class Conversations:
         self._turned = 0
         self._ended: set[Block] = set()
 
-    def __len__(self) -> int:
-        return len(self._tips) + len(self._older)
-
     def reach(self, tag: bytes, key: Key, now: int) -> None:
         """Notes that the conversation has got as far as this block. A block that the conversation has passed already
         changes nothing: requests for the first part of its chain are no return."""

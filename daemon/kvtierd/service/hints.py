@@ -44,7 +44,7 @@ class HintAccount:
     def __init__(self) -> None:
         self._second = 0
         self._taken = 0
-        self._kept: dict[tuple[CacheId, bytes], tuple[float, int]] = {}
+        self.kept: dict[tuple[CacheId, bytes], tuple[float, int]] = {}
         """The end of the time, and the number of blocks, of each target."""
 
     def require_rate(self, now: float) -> None:
@@ -56,12 +56,9 @@ class HintAccount:
 
     def room(self, order: _Order, now: float) -> int:
         """Number of blocks that the session may still keep in the cache, without the target's."""
-        self._kept = {target: kept for target, kept in self._kept.items() if kept[0] > now}
-        others = (n for (cache, of), (_, n) in self._kept.items() if cache == order.cache.id and of != order.target)
+        self.kept = {target: kept for target, kept in self.kept.items() if kept[0] > now}
+        others = (n for (cache, of), (_, n) in self.kept.items() if cache == order.cache.id and of != order.target)
         return max(1, min(order.cache.slots[max(order.cache.slots)]) // SHARE) - sum(others)
-
-    def keep(self, order: _Order, blocks: int, until: float) -> None:
-        self._kept[order.cache.id, order.target] = until, blocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -131,20 +128,20 @@ class Hints:
             keys = manager.conversations.chain(tag, math.ceil(hint.first_token / step), end)
         keys = [key for key, place in zip(keys, manager.locate(manager.leading, keys), strict=True) if place.residency]
         tip = manager.conversations.tip(tag) if tag else None
-        clips = []
-        if hint.for_ms > LONGEST_MS:
-            clips.append(f"for_ms = {hint.for_ms}: at most {LONGEST_MS}")
+        clips = [f"for_ms = {hint.for_ms}: at most {LONGEST_MS}"] * (hint.for_ms > LONGEST_MS)
         for_ms = min(hint.for_ms or LONGEST_MS, LONGEST_MS)
         whole = tip is not None and keys[-1:] == [tip.key]
         return _Order(session, cache, manager, hint, move, keys, whole, for_ms, clips)
 
-    def _affordable(self, order: _Order) -> Sequence[Key]:
-        """The first blocks of the target, as many as the client may still keep."""
-        room = self._accounts[order.session].room(order, time.monotonic())
+    def _affordable(self, order: _Order, for_ms: int) -> Sequence[Key]:
+        """The first blocks of the target, as many as the client may still keep, which count for this time."""
+        account, now = self._accounts[order.session], time.monotonic()
+        room = account.room(order, now)
         if room <= 0:
             raise bad_argument("keys", f"{len(order.keys)} blocks", "none: the client's hints keep as many as they may")
         if room < len(order.keys):
             order.clips.append(f"keys = {len(order.keys)} blocks: the client's hints may keep {room} more")
+        account.kept[order.cache.id, order.target] = now + for_ms / 1000, min(room, len(order.keys))
         return order.keys[:room]
 
     async def _reached(self, order: _Order) -> blocks_pb2.HintResult:
@@ -158,9 +155,7 @@ class Hints:
 
     async def _keep(self, order: _Order, priority: int, for_ms: int, *, lasting: bool) -> blocks_pb2.HintResult:
         """Retains the target. ``lasting``: of a conversation, its later blocks instead, once there are any."""
-        cache, keys = order.cache, self._affordable(order) if priority > DEFAULT_PRIORITY else order.keys
-        if priority > DEFAULT_PRIORITY:
-            self._accounts[order.session].keep(order, len(keys), time.monotonic() + for_ms / 1000)
+        cache, keys = order.cache, self._affordable(order, for_ms) if priority > DEFAULT_PRIORITY else order.keys
         for group in order.manager.windows:
             if group == order.manager.leading and order.whole and len(keys) == len(order.keys):
                 until_ns = time.time_ns() + for_ms * 10**6
@@ -173,14 +168,13 @@ class Hints:
 
     async def _pin(self, order: _Order) -> blocks_pb2.HintResult:
         cache, tier = order.cache, validation.tier("tier", order.hint.tier, order.cache.slots)
-        keys, pinned = self._affordable(order), 0
+        keys, pinned = self._affordable(order, order.for_ms), 0
         for group in order.manager.windows:
             results = self._engine.pin(cache.id, group, tier, keys, unpin=False)
             done = [key for key, result in zip(keys, results, strict=True) if result is BlockResult.OK]
             asyncio.get_running_loop().call_later(order.for_ms / 1000, self._unpin, cache.id, group, tier, done)
             if group == order.manager.leading:
                 pinned = len(done)
-        self._accounts[order.session].keep(order, pinned, time.monotonic() + order.for_ms / 1000)
         if pinned < len(keys):
             order.clips.append(f"tier = {tier}: {pinned} of {len(keys)} blocks are ready there and may be pinned")
         return order.result(pinned)
