@@ -119,6 +119,7 @@ class Keeper:
     def __init__(self, notifier: Notifier, passed: Sequence[PassedFd]) -> None:
         self._notifier: Final = notifier
         self._caches: dict[str, dict[str, int]] = {}
+        self._stored: dict[str, tuple[str, ...]] = {}
         self._gpus: dict[str, str] = {}
         """The uuid of the GPU of each cache with GPU memory."""
         self.sessions_fd: int | None = None
@@ -153,6 +154,7 @@ class Keeper:
         fds = self._caches.pop(cache, None)
         if fds is None:
             return None
+        self._stored[cache] = tuple(fds)
         about = _about(cache, fds) if attach.CUDA in fds else None
         if _ABOUT in fds:
             os.close(fds.pop(_ABOUT))
@@ -168,10 +170,12 @@ class Keeper:
         self.forget(cache)
         described = _sealed(f"kvtier:{cache}:{_ABOUT}", about.to_json())
         try:
-            for segment, fd in (arena.kept_fds | {_ABOUT: described}).items():
+            fds = arena.kept_fds | {_ABOUT: described}
+            for segment, fd in fds.items():
                 self._notifier.store(f"{_ARENA}/{cache}/{segment}", [fd])
         finally:
             os.close(described)
+        self._stored[cache] = tuple(fds)
         if about.cuda is not None:
             self._gpus[cache] = about.cuda.uuid
 
@@ -182,12 +186,16 @@ class Keeper:
 
     def forget(self, cache: str, only: str | None = None) -> None:
         """Has the manager let go of the cache's arena. ``only``: of this segment alone."""
-        for segment in (*attach.SEGMENTS, _ABOUT) if only is None else (only,):
-            self._notifier.forget(f"{_ARENA}/{cache}/{segment}")
+        stored = self._stored.pop(cache, ())
+        for segment in stored:
+            if only in (None, segment):
+                self._notifier.forget(f"{_ARENA}/{cache}/{segment}")
+        if only is not None:
+            self._stored[cache] = tuple(segment for segment in stored if segment != only)
 
     def forget_gpu(self, uuid: str) -> None:
         """Has the manager let go of all memory of a GPU (its uuid, 32 hex digits): the next daemon allocates anew."""
-        for cache in [cache for cache, gpu in self._gpus.items() if gpu == uuid]:
+        for cache in [cache for cache in self._stored if self._gpus.get(cache) == uuid]:
             self.forget(cache, attach.CUDA)
 
     def kept_on_gpu(self, uuid: str) -> int:
