@@ -340,7 +340,7 @@ OF_OTHERS = {
     *("--build-arg", "--group-add", "--pid", "--ulimit", "--kv-events-config", "--page-size", "--dtype"),
     *("mlx5_0", "page_unified", "prefetch_threshold", "prompt_logprobs", "reset_connector", "python_gc_"),
     *("last_blocks", "shmem_enabled", "transparent_hugepage", "launch_server", "page_first_direct", "pytest"),
-    *("AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "ec_paramgen_curve", "usr_cert"),
+    *("AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "ec_paramgen_curve", "usr_cert", "--enable-prompt-tokens-details"),
 }
 """Names of engines, tools and Linux, and of variables in examples."""
 

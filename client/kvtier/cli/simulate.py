@@ -38,10 +38,6 @@ def _counts(text: str, most: int | None = None) -> tuple[int, ...]:
     return tuple(within(part) for part in text.split(","))
 
 
-def _host_counts(text: str) -> tuple[int, ...]:
-    return _counts(text, _MOST_HOSTS)
-
-
 def _shares(text: str) -> dict[str, float]:
     """Shares of requests by the kind of hint. A type of options."""
     pairs = [part.partition("=") for part in text.split(",")]
@@ -55,7 +51,7 @@ def _shares(text: str) -> dict[str, float]:
 @trace_argument
 @click.option(
     "--hosts",
-    type=_host_counts,
+    type=lambda text: _counts(text, _MOST_HOSTS),
     metavar="N,...",
     default="1,2,4,8,16,32,64",
     show_default=True,

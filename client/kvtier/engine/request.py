@@ -89,7 +89,6 @@ FIELD: Final = "kvtier"
 ACTIONS: Final = ("retain", "pin", "prefetch", "demote", "end", "return")
 MOST: Final = MAX_HINTS - 1
 """Largest number of hints of a request. The call has one more."""
-_VERSIONS: Final = ("", "0", "1")
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,7 +147,7 @@ def _hint(given: Any) -> Hint:
     if hasattr(given, "action_id"):
         require_kind("payload", given.payload, Mapping)
         require_kind("action_type", given.action_type, str)
-        if given.action_version not in _VERSIONS:
+        if given.action_version not in ("", "0", "1"):
             raise InvalidArgument("action_version", given.action_version, "1")
         given = {**given.payload, "action": given.action_type.lower()}
     hint = Hint.of(given)

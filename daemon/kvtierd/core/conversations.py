@@ -69,9 +69,9 @@ class Conversations:
             return
         if old is None or not _is_above(block, old):
             self._pass_on(tag, old, block, now)
-            self._place(tag, block)
         else:
-            self._place(tag, old)
+            block = old
+        self._place(tag, block)
         if now > self._turned + IDLE_NS or len(self._tips) > MOST // 2:
             for each in list(self._older):
                 self.forget(each)

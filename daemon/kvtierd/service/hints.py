@@ -217,8 +217,7 @@ class Hints:
             order.manager.conversations.shorten(order.hint.conversation, order.keys[0])
         ended = await self._engine.end(order.cache.id, order.keys[::-1])
         if ended < len(order.keys):
-            others = "other conversations or later blocks need the rest"
-            order.clips.append(f"{ended} of {len(order.keys)} blocks: {others}")
+            order.clips.append(f"{ended} of {len(order.keys)} blocks: later blocks or other conversations need others")
         return order.result(ended)
 
 
