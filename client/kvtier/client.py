@@ -287,8 +287,7 @@ class AsyncClient:
             parts_at = found.blocks * step, min(found.blocks + 1, asked) * step
             if prompt is not None and opened.info.options.keep_tokens:
                 parts_at = ((await opened.across.match_tokens(prompt, timeout=timeout)).tokens,) * 2
-            others = (variants or {}).items()
-            stored = {name: await opened.across.prefix_length(other, timeout=timeout) for name, other in others}
+            stored = {name: await opened.across.prefix_length(each) for name, each in (variants or {}).items()}
             key = packed[found.blocks * KEY_BYTES :][:KEY_BYTES]
             places = [await opened.in_group(group).probe(key) if key else b"" for group in opened.across.groups]
         finally:

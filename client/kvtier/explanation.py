@@ -215,8 +215,8 @@ class RequestExplanation:
     """How much of a request's chain a cache has, and why it ends there.
 
     ``blocks``: of the stored prefix; ``asked``: of the chain. ``remote_blocks``: of the prefix with the remote store's.
-    ``why``: the reason for the first miss; empty if there is none. ``miss``: what is known of the first missing block.
-    ``parts_at``: the tokens that the nearest stored chain shares, at least and at most.
+    ``why``: the reason for the first miss, if there is one; ``miss``: its block. ``parts_at``: tokens that the nearest
+    stored chain shares, at least and at most.
     """
 
     cache: str

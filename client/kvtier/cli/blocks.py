@@ -225,9 +225,7 @@ def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> Non
 @click.argument("action")
 @click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]...")
 @click.option("--conversation", default="", metavar="TAG", help="Its blocks, or with KEYs how far it has got.")
-@click.option(
-    "--tokens", nargs=2, type=int, default=(0, 0), metavar="START END", help="Of the conversation; END 0: all."
-)
+@click.option("--tokens", nargs=2, type=int, default=(0, 0), metavar="START END", help="Its range; END 0: all.")
 @click.option("--tier", type=_TIERS, help="For pin, prefetch and demote.")
 @click.option("--priority", type=int, default=DEFAULT_PRIORITY, help="For retain.")
 @click.option("--for", "seconds", type=seconds_of, metavar="TIME", help="Such as 30s or 10m; at most an hour.")

@@ -67,7 +67,6 @@ class _PlannedRequest:
     answer: bytes | None = None
     """Key of the last state of the answer."""
     hints: RequestHints | None = None
-    """Told once the request's blocks are stored."""
     over: float | None = None
     """Set once the engine has finished the request: monotonic time until which its pages wait for slots to be saved."""
 

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
-from random import Random
 from typing import Final
 
 from kvtierd.core.eviction import EVICTORS
@@ -29,15 +28,20 @@ class Oracle:
     returns: float = 0.0
 
     def tell(
-        self, host: Host, chain: Sequence[Key], following: Sequence[int], times: Sequence[float], draw: Random
+        self, host: Host, number: int, chain: Sequence[Key], following: Sequence[int], times: Sequence[float]
     ) -> None:
-        """``following``: the number of the next request for each block. ``times``: of all requests, in seconds."""
-        if draw.random() < self.ends:
+        """``following``: numbers of the blocks' next requests. ``times``: of all requests, in seconds."""
+        if _spread(number) < self.ends:
             host.end([key for key, request in zip(chain, following, strict=True) if request == _NEVER][::-1])
-        if draw.random() < self.returns:
-            last = {request: key for key, request in zip(chain, following, strict=True) if request != _NEVER}
-            for request, key in last.items():
-                host.expect(key, (times[request] - host.now / 1e9) * exp(draw.uniform(-1, 1)))
+        if _spread(number + 1) < self.returns:
+            for request, key in dict(zip(following, chain, strict=True)).items():
+                if request != _NEVER:
+                    host.expect(key, (times[request] - host.now / 1e9) * exp(2 * _spread(number + request) - 1))
+
+
+def _spread(number: int) -> float:
+    """A number from 0 to 1; those of consecutive numbers lie far apart, evenly: multiples of the golden ratio."""
+    return number * 0.6180339887498949 % 1
 
 
 def blocks_found(
@@ -64,11 +68,11 @@ def blocks_found(
     host = Host(slots, Policy(eviction=policy))
     if oracle is None:
         return sum(host.request(chain).found for chain in cut)
-    found, draw = 0, Random(0)
-    for chain, following, time in zip(cut, _next_requests(cut), times, strict=True):
-        host.now = int(time * 1e9)
+    found = 0
+    for number, (chain, following) in enumerate(zip(cut, _next_requests(cut), strict=True)):
+        host.now = int(times[number] * 1e9)
         found += host.request(chain).found
-        oracle.tell(host, chain, following, times, draw)
+        oracle.tell(host, number, chain, following, times)
     return found
 
 
