@@ -1,10 +1,13 @@
 """Hints: what each action does to blocks, what bounds it, and what is rejected."""
 
 import asyncio
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier import Hint, HintOutcome, HintResult, InvalidArgument, Retention, Tier
+from kvtier.v1 import blocks_pb2
 from tests.integration.blocks import blocks, chain, put_chain
 from tests.integration.conftest import own_cache
 from tests.integration.waiting import eventually
@@ -202,3 +205,39 @@ async def test_a_time_beyond_the_longest_is_cut_and_a_flood_is_rejected(cache):
     assert (long.outcome, long.reason) == (CLIPPED, "for_ms = 7200000: at most 3600000")
     flood = await asyncio.gather(*(cache.hint(*[Hint("end", "nobody")] * 256) for _ in range(24)))
     assert REJECTED in {result.outcome for results in flood for result in results}
+
+
+async def test_whatever_a_hint_says_it_has_an_outcome(cache):
+    """Hints of random fields, through the RPC. A rejected or missing one changes nothing."""
+    draw = Random(7)
+    keys = chain("fuzzed", 6)
+    await turn(cache, "c", keys)
+
+    def field():
+        return draw.choice([0, 1, 17, 48, 2**31, 2**63])
+
+    def hint():
+        some = draw.choice([b"", keys[0], b"".join(keys), keys[0] * 2, b"\0" * 32, b"short"])
+        return blocks_pb2.Hint(
+            action=draw.choice(["reached", "retain", "pin", "prefetch", "demote", "end", "return", "", "Zs\0"]),
+            version=draw.choice([0, 0, 1, 2]),
+            keys=some,
+            conversation=draw.choice([b"", b"c", b"c", b"x" * 129, b"nobody"]),
+            first_token=field(),
+            end_token=field(),
+            tier=draw.choice([0, 1, 2, 3, 7]),
+            priority=draw.choice([0, 35, 100, 101]),
+            for_ms=field(),
+        )
+
+    seen = set()
+    for _ in range(400):
+        message, before = hint(), await priorities(cache)
+        (result,) = await cache.hint(SimpleNamespace(message=lambda message=message: message))
+        seen.add(result.outcome)
+        assert bool(result.reason) == (result.outcome is not ACCEPTED)
+        if result.outcome in (REJECTED, MISSING):
+            assert await priorities(cache) == before
+    assert seen == set(HintOutcome)
+    async with cache.acquire(keys) as lease:
+        assert lease.blocks == 6
