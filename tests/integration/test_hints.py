@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import Hint, HintOutcome, HintResult, InvalidArgument, Retention, Tier
-from kvtier.v1 import blocks_pb2
+from kvtier.v1 import blocks_pb2, common_pb2
 from tests.integration.blocks import blocks, chain, put_chain
 from tests.integration.conftest import own_cache
 from tests.integration.waiting import eventually
@@ -225,7 +225,7 @@ async def test_whatever_a_hint_says_it_has_an_outcome(cache):
             conversation=draw.choice([b"", b"c", b"c", b"x" * 129, b"nobody"]),
             first_token=field(),
             end_token=field(),
-            tier=draw.choice([0, 1, 2, 3, 7]),
+            tier=common_pb2.Tier.ValueType(draw.choice([0, 1, 2, 3, 7])),
             priority=draw.choice([0, 35, 100, 101]),
             for_ms=field(),
         )
