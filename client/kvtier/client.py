@@ -272,8 +272,8 @@ class AsyncClient:
         """Says how much of a request's chain a cache has, in which tiers, and why the first missing block is missing.
 
         Not a use of the blocks. ``keys``: a chain's keys, or a prompt (see :meth:`kvtier.Cache.prompt`), with which a
-        cache that keeps tokens says at which token the nearest stored prompt parts. ``variants``: other keys of the
-        same tokens by name, such as "without the salt". Raises :class:`kvtier.errors.NotFound` for an unknown cache.
+        cache that keeps tokens says at which token the nearest stored prompt parts. ``variants``: names other keys
+        of the same tokens, for example "without the salt". Raises :class:`kvtier.errors.NotFound` for an unknown cache.
         """
         from kvtier.chains import Prompt  # numpy, as for open_cache
 
@@ -287,7 +287,8 @@ class AsyncClient:
             parts_at = found.blocks * step, min(found.blocks + 1, asked) * step
             if prompt is not None and opened.info.options.keep_tokens:
                 parts_at = ((await opened.across.match_tokens(prompt, timeout=timeout)).tokens,) * 2
-            stored = {name: await opened.across.prefix_length(each) for name, each in (variants or {}).items()}
+            others = (variants or {}).items()
+            stored = {name: await opened.across.prefix_length(each, timeout=timeout) for name, each in others}
             key = packed[found.blocks * KEY_BYTES :][:KEY_BYTES]
             places = [await opened.in_group(group).probe(key) if key else b"" for group in opened.across.groups]
         finally:
@@ -306,7 +307,6 @@ class AsyncClient:
         )
 
     async def _costs(self, cache: str, block_bytes: int, timeout: float | None) -> Mapping[Tier, float]:
-        """Seconds to bring a block from each tier into memory, as far as the caller may know them."""
         with suppress(PermissionDenied):
             for stats in (await self.stats(timeout=timeout)).caches:
                 if stats.name == cache:

@@ -50,7 +50,7 @@ class HintResult:
 
 @dataclass(slots=True, frozen=True)
 class Hint:
-    """What a client knows of the future of blocks: of ``keys``, or of a conversation, see :class:`kvtier.Retention`.
+    """A fact about the future of blocks: of ``keys``, or of a conversation (see :class:`kvtier.Retention`).
 
     ``action``: ``reached``: nothing but how far the conversation has got, ``retain`` at ``priority``, ``pin`` in
     ``tier``, ``prefetch`` into it, ``demote`` to it, ``end``: they will not be asked for again, ``return``: they will

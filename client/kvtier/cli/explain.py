@@ -69,9 +69,9 @@ def explain(
 ) -> None:
     """Say where a block or a request is stored, and why not.
 
-    Of a block, given by its KEY in hex or the first 8 digits or more: where it is, which leases hold it, and its past.
-    Of a request, a PROMPT as text, as token ids or as keys: how much of it a load would find, in which tiers, and why
-    the first missing block is missing. The command does not count as a use of the blocks.
+    A KEY is a block's, in hex, or its first 8 digits or more: the answer is its tiers, its leases and its past. A
+    request is a PROMPT, token ids or keys: the answer is how much of it a load would find, in which tiers, and why the
+    first missing block is missing. The command does not count as a use of the blocks.
 
     Exit status: 0 the block, or the whole request, is stored, here or in a remote store; 3 it is gone, and the log has
     the cause; 4 it is unknown: never stored, or longer ago than the log goes back; 1 several keys begin with KEY, or as

@@ -129,9 +129,9 @@ class Leader:
         self._late: Future[AcrossLease] | None = None
         """The last hold that was not granted in time."""
         self._leases: Final[list[list[WriteLease]]] = [[] for _ in self._groups]
-        """By group, the leases that the leader still holds."""
+        """Leases that the leader still holds, by group."""
         self._free: Final[list[deque[Slot]]] = [deque() for _ in self._groups]
-        """By group, the slots that no save has taken, and slots of leases that have ended."""
+        """Slots that no save has taken, and slots of leases that have ended, by group."""
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
         self._watcher: Final = watcher if options.events else None

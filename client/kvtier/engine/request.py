@@ -1,4 +1,4 @@
-"""One request: the keys of its blocks, which grow with its tokens, and its hints.
+"""A request of an engine: the keys of its blocks, which grow with its tokens, and its hints.
 
 A hint never fails the request and never changes the tokens.
 """

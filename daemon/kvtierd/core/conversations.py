@@ -19,9 +19,9 @@ from kvtierd.core.index import BlockIndex
 from kvtierd.core.policy import DEFAULT_PRIORITY, MIN_PRIORITY
 
 IDLE_NS: Final = 3_600 * 10**9
-"""Time without a request after which a conversation may be forgotten. It is forgotten after twice this time."""
+"""A conversation without a request is forgotten after once to twice this time."""
 MOST: Final = 65_536
-"""Largest number of conversations of a cache. The least recently told half is forgotten beyond it."""
+"""Largest number of conversations of a cache. Beyond it, the half with the oldest requests is forgotten."""
 _NS_PER_MS: Final = 1_000_000
 _LATE: Final = 3
 _SOONEST: Final = 60

@@ -63,7 +63,7 @@ class BlockManager:
         states = {group: window.state for group, window in self.windows.items()}
         leading = next((state for state in states.values() if state.attention.chained), states[min(states)])
         self.leading = leading.group
-        """The first group whose blocks form chains. Its blocks stand for those of the other groups."""
+        """The first group whose blocks form chains. A hint names blocks of this group, and means all groups."""
         self.conversations = leading.conversations
         self.remote = CacheRemote(states, self._recorder, self._take)
         self._capacity = {

@@ -1,4 +1,4 @@
-"""Hints: what clients know of the future of blocks, carried out as far as their bounds allow.
+"""Carries out hints, the facts that clients know about the future of blocks, as far as their bounds allow.
 
 Every hint gets an outcome. A rejected hint changes nothing.
 """

@@ -21,8 +21,8 @@ _NEVER: Final = 1 << 62
 
 @dataclass(slots=True, frozen=True)
 class Oracle:
-    """Tells hints after each request. ``ends``: share of requests after which the blocks that no later request asks for
-    end. ``returns``: share of those after which the others are expected, in a time wrong by a factor of e^-1 to e."""
+    """Tells hints after requests. ``ends``: share of the requests after which it ends the blocks that no later request
+    asks for. ``returns``: share after which it tells when the other blocks return, wrong by a factor of e^-1 to e."""
 
     ends: float = 0.0
     returns: float = 0.0
@@ -40,7 +40,7 @@ class Oracle:
 
 
 def _spread(number: int) -> float:
-    """A number from 0 to 1; those of consecutive numbers lie far apart, evenly: multiples of the golden ratio."""
+    """Spreads numbers evenly from 0 to 1, consecutive numbers far apart: fractions of multiples of the golden ratio."""
     return number * 0.6180339887498949 % 1
 
 
