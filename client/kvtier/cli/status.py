@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Final
 
 import click
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, address_option, cache_option, confirmed
 from kvtier.cli.options import command, dry_run_option, output_option, yes_option
-from kvtier.cli.output import nonzero, plain, share, show, table
+from kvtier.cli.output import UNKNOWN, nonzero, plain, share, show, table
 from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
 from kvtier.types import (
@@ -23,7 +24,6 @@ from kvtier.types import (
     CacheStats,
     DaemonStats,
     EdgeStats,
-    GroupStats,
     KickReport,
     LeaseInfo,
     PeerStats,
@@ -35,6 +35,10 @@ from kvtier.types import (
     duration,
     size,
 )
+
+Counter = Callable[[CacheStats], int]
+Rate = Callable[[Counter], float | None]
+"""Returns the rise of a counter per second over all caches; None: unknown."""
 
 _RARE: Final = ("blank", "filling", "retiring", "orphaned", "quarantined")
 """States of slots that are shown only if a tier has slots in them."""
@@ -109,9 +113,9 @@ def report(stats: DaemonStats, address: str, own_session: int = 0) -> Renderable
     parts = (
         _budgets(stats.tiers),
         tiers(stats.caches),
-        _moves(stats.caches),
-        _found(stats.caches),
-        _caches(stats),
+        moves(stats.caches),
+        found_blocks(stats.caches),
+        caches_table(stats),
         _sessions(sessions),
     )
     return Group(*lines, *spaced(parts))
@@ -232,14 +236,13 @@ def edges(caches: Sequence[CacheStats]) -> Iterator[EdgeStats]:
             )
 
 
-def edge_name(edge: EdgeStats) -> Text:
-    return Text(f"{edge.edge} DEGRADED", style="bold red") if edge.degraded else Text(edge.edge)
-
-
-def _moves(caches: Sequence[CacheStats]) -> Table:
+def moves(caches: Sequence[CacheStats], rate: Rate | None = None) -> Table:
+    """Returns a row for each edge in use. Without ``rate`` the columns of rates are left out, also in other tables."""
     rows = (
         (
-            edge_name(edge),
+            Text(f"{edge.edge} DEGRADED", style="bold red") if edge.degraded else edge.edge,
+            _rise(rate, _moved(edge.edge, "blocks")),
+            _rise(rate, _moved(edge.edge, "bytes"), size),
             count(edge.blocks),
             size(edge.bytes),
             duration(edge.queue_ns / max(edge.blocks, 1)),
@@ -249,54 +252,62 @@ def _moves(caches: Sequence[CacheStats]) -> Table:
         )
         for edge in edges(caches)
     )
-    columns = ("move", "blocks", "bytes", "mean wait", "mean copy", "queued", "failures")
+    columns = ("move", "blocks/s", "bytes/s", "blocks", "bytes", "mean wait", "mean copy", "queued", "failures")
     return table(columns, rows, left=("move",))
 
 
-COUNTERS: Final = (*(f"hits_{tier}" for tier in TIERS), "queried", "found")
+def _rise(rate: Rate | None, counter: Counter, shown: Callable[[float], str] = count) -> str:
+    if rate is None:
+        return ""
+    number = rate(counter)
+    return UNKNOWN if number is None else shown(number)
+
+
+def _moved(edge: str, field: str) -> Counter:
+    """Returns a counter of a cache: the sum of ``field`` over an edge."""
+    return lambda cache: sum(getattr(each, field) for each in cache.edges if each.edge == edge)
+
+
+_COUNTERS: Final = (*(f"hits_{tier}" for tier in TIERS), "queried", "found")
 """Blocks read, by the fastest tier that had them; blocks of requested chains, and found blocks of these chains."""
 
 
-def looked_for(cache: CacheStats | GroupStats) -> list[int]:
-    """The values of :data:`COUNTERS`."""
-    return [getattr(cache, name) for name in COUNTERS]
+def found_blocks(caches: Sequence[CacheStats], rate: Rate | None = None) -> Table:
+    counters: list[Counter] = [attrgetter(name) for name in _COUNTERS]
+    total = [sum(map(counter, caches)) for counter in counters]
+    rows = [("blocks", *map(count, total), share(total[-1], total[-2]))] if any(total) else []
+    if rate is not None:
+        rows.append(("blocks/s", *(_rise(rate, counter) for counter in counters), ""))
+    return table(("read from", *map(str, TIERS), "asked for", "found", "hits"), rows, left=("read from",))
 
 
-LOOKED_FOR: Final = ("read from", *map(str, TIERS), "asked for", "found", "hits")
-"""Columns of a table with the counts of :func:`looked_for` and their ratio."""
-
-
-def hit_ratio(counts: Sequence[int]) -> str:
-    return share(counts[-1], counts[-2])
-
-
-def _found(caches: Sequence[CacheStats]) -> Table:
-    total = [sum(each) for each in zip(*map(looked_for, caches), strict=True)]
-    rows = [("blocks", *map(count, total), hit_ratio(total))] if any(total) else []
-    return table(LOOKED_FOR, rows, left=LOOKED_FOR[:1])
-
-
-def _caches(stats: DaemonStats) -> Table:
+def caches_table(stats: DaemonStats, rate: Rate | None = None) -> Table:
     """Returns a row for each window group, with its device if the daemon has several."""
     rows: list[Sequence[str]] = []
     for cache in stats.caches:
         for group in cache.groups:
             filled = {part.tier: share(part.ready, part.capacity) for part in group.tiers}
-            hits = looked_for(group)
+            asked = any(getattr(group, name) for name in _COUNTERS)
             rows.append(
                 (
                     cache.name,
                     nonzero(group.window_tokens),
                     count(group.blocks),
                     *(filled.get(tier, "") for tier in TIERS),
-                    hit_ratio(hits) if any(hits) else "",
+                    share(group.found, group.queried) if asked else "",
+                    *(_rise(rate, _of_group(cache.cache_id, group.group, field)) for field in ("stored", "removed")),
                     nonzero(cache.waiting),
                     _lookups(cache),
                     cache.device if len(stats.devices) > 1 else "",
                 )
             )
-    columns = ("cache", "window", "blocks", *map(str, TIERS), "hits", "waiting", "lookups", "on")
+    columns = ("cache", "window", "blocks", *map(str, TIERS), "hits", "new/s", "gone/s", "waiting", "lookups", "on")
     return table(columns, rows, left=("cache", "lookups", "on"), clip="on")
+
+
+def _of_group(cache_id: int, number: int, field: str) -> Counter:
+    """Returns a counter of one window group."""
+    return lambda cache: getattr(cache.groups[number], field) if cache.cache_id == cache_id else 0
 
 
 def _lookups(cache: CacheStats) -> str:

@@ -8,10 +8,9 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Final
 
 import click
@@ -23,9 +22,9 @@ from rich.text import Text
 from kvtier.cli import status
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
 from kvtier.cli.options import command, output_option
-from kvtier.cli.output import UNKNOWN, console, plain, share, show, table
+from kvtier.cli.output import console, plain, show
 from kvtier.errors import KvtierError, PermissionDenied
-from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
+from kvtier.types import DaemonStats, LeaseInfo, clean
 
 ROWS_SHOWN: Final = 8
 """Rows of caches, and of leases, on the screen, which has no room for all."""
@@ -48,10 +47,7 @@ class Look:
     refused: str = ""
     away: str = ""
 
-    def total(self, counter: Callable[[CacheStats], int]) -> int:
-        return sum(map(counter, self.stats.caches))
-
-    def rate(self, counter: Callable[[CacheStats], int]) -> float | None:
+    def rate(self, counter: status.Counter) -> float | None:
         """Returns the rise of a counter per second; None at the first look, after a restart, or with other caches."""
         now, before = self.stats, self.before
         if before is None or (now.boot, now.pid) != (before.boot, before.pid) or now.uptime_ns == before.uptime_ns:
@@ -141,62 +137,16 @@ def _keys(interrupts: Interrupts) -> Iterator[None]:
 
 
 def screen(look: Look, address: str) -> RenderableType:
-    parts = (status.tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
-    return Group(status.head(look.stats, address, look.away), *status.spaced(parts))
-
-
-def _moves(look: Look) -> Table:
-    rows: list[Sequence[RenderableType]] = []
-    for edge in status.edges(look.stats.caches):
-        speed = look.rate(_moved(edge.edge, "bytes"))
-        rows.append(
-            (
-                status.edge_name(edge),
-                _rate(look.rate(_moved(edge.edge, "blocks"))),
-                UNKNOWN if speed is None else size(speed),
-                *map(count, (edge.queued_blocks, edge.blocks, edge.failures)),
-            )
-        )
-    return table(("move", "blocks/s", "bytes/s", "queued", "blocks", "failures"), rows, left=("move",))
-
-
-def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
-    """Returns a counter of a cache: the sum of ``field`` over an edge."""
-    return lambda cache: sum(getattr(each, field) for each in cache.edges if each.edge == edge)
-
-
-def _of_cache(name: str, field: str) -> Callable[[CacheStats], int]:
-    """Returns a counter of one cache."""
-    return lambda cache: getattr(cache, field) if cache.name == name else 0
-
-
-def _hits(look: Look) -> Table:
-    counters: list[Callable[[CacheStats], int]] = [attrgetter(name) for name in status.COUNTERS]
-    total = [look.total(counter) for counter in counters]
-    rows = (
-        ("blocks/s", *(_rate(look.rate(counter)) for counter in counters), ""),
-        ("since start", *map(count, total), status.hit_ratio(total)),
+    stats = look.stats
+    largest = sorted(stats.caches, key=lambda cache: -cache.blocks)[:ROWS_SHOWN]
+    parts = (
+        status.tiers(stats.caches),
+        status.moves(stats.caches, look.rate),
+        status.found_blocks(stats.caches, look.rate),
+        _with_rest(status.caches_table(replace(stats, caches=tuple(largest)), look.rate), len(stats.caches), "caches"),
+        _leases(look),
     )
-    return table(status.LOOKED_FOR, rows, left=status.LOOKED_FOR[:1])
-
-
-def _caches(look: Look) -> RenderableType:
-    found = sorted(look.stats.caches, key=lambda cache: -cache.blocks)
-    rows: list[Sequence[RenderableType]] = []
-    for cache in found[:ROWS_SHOWN]:
-        filled = {part.tier: share(part.ready, part.capacity) for part in cache.tiers}
-        rows.append(
-            (
-                cache.name,
-                count(cache.blocks),
-                *(filled.get(tier, "") for tier in TIERS),
-                status.hit_ratio(status.looked_for(cache)),
-                *(_rate(look.rate(_of_cache(cache.name, field))) for field in ("stored", "removed")),
-                str(cache.waiting),
-            )
-        )
-    columns = ("cache", "blocks", *map(str, TIERS), "hits", "new/s", "gone/s", "waiting")
-    return _with_rest(table(columns, rows, left=("cache",)), len(found), "caches")
+    return Group(status.head(stats, address, look.away), *status.spaced(parts))
 
 
 def _leases(look: Look) -> RenderableType:
@@ -210,7 +160,3 @@ def _leases(look: Look) -> RenderableType:
 def _with_rest(rows: Table, number: int, what: str) -> RenderableType:
     rest = number - ROWS_SHOWN
     return Group(rows, Text(f"and {rest} more {what}", style="dim")) if rest > 0 else rows
-
-
-def _rate(number: float | None) -> str:
-    return UNKNOWN if number is None else count(number)
