@@ -106,7 +106,15 @@ def fleet(
             if count > 1:
                 name = f"one with the memory of {count}"
                 reports[name] = simulate(shape.pooled(), bar.track(chains, description=f"hosts: {name}"))
-    rows = [_plain(name, report, block_bytes) for name, report in reports.items()]
+    rows = [
+        {
+            "hosts": name,
+            **asdict(report),
+            "put_bytes": report.put * block_bytes,
+            "read_bytes": report.remote * block_bytes,
+        }
+        for name, report in reports.items()
+    ]
     show(form, rows, _table(reports, block_bytes))
 
 
@@ -164,15 +172,6 @@ async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
                 raise InvalidArgument(f"{trace}:{line}: hash_ids", block, "an id that always follows the same id")
     keys = {block: key_of(block) for block in parents}
     return [[keys[block] for block in request] for request in requests]
-
-
-def _plain(name: str, report: FleetReport, block_bytes: int) -> dict[str, Any]:
-    return {
-        "hosts": name,
-        **asdict(report),
-        "put_bytes": report.put * block_bytes,
-        "read_bytes": report.remote * block_bytes,
-    }
 
 
 def _table(reports: Mapping[str, FleetReport], block_bytes: int) -> Table:

@@ -23,7 +23,6 @@ from kvtier.types import (
     TIERS,
     CacheStats,
     DaemonStats,
-    EdgeStats,
     KickReport,
     LeaseInfo,
     PeerStats,
@@ -221,37 +220,30 @@ def tiers(caches: Sequence[CacheStats]) -> Table:
     )
 
 
-def edges(caches: Sequence[CacheStats]) -> Iterator[EdgeStats]:
-    """Yields the edges in use, summed over the caches. The queue is the daemon's: each cache reports the same one."""
+def moves(caches: Sequence[CacheStats], rate: Rate | None = None) -> Table:
+    """Returns a row for each edge in use. Without ``rate`` the columns of rates are left out, also in other tables."""
+    rows: list[Sequence[RenderableType]] = []
     found = [edge for cache in caches for edge in cache.edges]
     for name in sorted({edge.edge for edge in found}):
         parts = [edge for edge in found if edge.edge == name]
-        if any(edge.blocks or edge.failures or edge.queued_blocks or edge.degraded for edge in parts):
-            sums = ("blocks", "bytes", "failures", "queue_ns", "copy_ns")
-            yield EdgeStats(
-                edge=name,
-                queued_blocks=max(edge.queued_blocks for edge in parts),
-                degraded=any(edge.degraded for edge in parts),
-                **{each: sum(getattr(edge, each) for edge in parts) for each in sums},
+        sums = ("blocks", "bytes", "failures", "queue_ns", "copy_ns")
+        blocks, nbytes, failures, queue_ns, copy_ns = (sum(getattr(edge, each) for edge in parts) for each in sums)
+        queued = max(edge.queued_blocks for edge in parts)  # the daemon's: each cache reports the same queue
+        degraded = any(edge.degraded for edge in parts)
+        if blocks or failures or queued or degraded:
+            rows.append(
+                (
+                    Text(f"{name} DEGRADED", style="bold red") if degraded else name,
+                    _rise(rate, _moved(name, "blocks")),
+                    _rise(rate, _moved(name, "bytes"), size),
+                    count(blocks),
+                    size(nbytes),
+                    duration(queue_ns / max(blocks, 1)),
+                    duration(copy_ns / max(blocks, 1)),
+                    nonzero(queued),
+                    nonzero(failures),
+                )
             )
-
-
-def moves(caches: Sequence[CacheStats], rate: Rate | None = None) -> Table:
-    """Returns a row for each edge in use. Without ``rate`` the columns of rates are left out, also in other tables."""
-    rows = (
-        (
-            Text(f"{edge.edge} DEGRADED", style="bold red") if edge.degraded else edge.edge,
-            _rise(rate, _moved(edge.edge, "blocks")),
-            _rise(rate, _moved(edge.edge, "bytes"), size),
-            count(edge.blocks),
-            size(edge.bytes),
-            duration(edge.queue_ns / max(edge.blocks, 1)),
-            duration(edge.copy_ns / max(edge.blocks, 1)),
-            nonzero(edge.queued_blocks),
-            nonzero(edge.failures),
-        )
-        for edge in edges(caches)
-    )
     columns = ("move", "blocks/s", "bytes/s", "blocks", "bytes", "mean wait", "mean copy", "queued", "failures")
     return table(columns, rows, left=("move",))
 
