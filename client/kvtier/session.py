@@ -488,23 +488,21 @@ class Session:
         """Attaches and returns a new link; the old session continues if the daemon knows it."""
         try:
             async with asyncio.timeout(_ATTACH_TIMEOUT_S):
-                attached = await self._hello(old)
+                try:
+                    known = (None, None) if old is None else (old.welcome.token, old.channel)
+                    attached = await self._transport.attach(*known)
+                except errors.CallerError as error:
+                    if old is None or error.reason != "UNKNOWN_SESSION":
+                        raise
+                    attached = await self._transport.attach(None, None)
         except TimeoutError:
             raise errors.DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
         if old is not None and old.channel is not attached.channel:
-            self.spawn(_close_channel(old.channel))
+            # Running calls fail by themselves, with a status that their callers can retry. Closing without grace would
+            # cancel them, which looks like a cancelled task.
+            self.spawn(old.channel.close(grace=_CLOSE_GRACE_S))
         number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
         return replace(attached, session=number)
-
-    async def _hello(self, old: Link | None) -> Link:
-        if old is None:
-            return await self._transport.attach(None, None)
-        try:
-            return await self._transport.attach(old.welcome.token, old.channel)
-        except errors.CallerError as error:
-            if error.reason != "UNKNOWN_SESSION":
-                raise
-            return await self._transport.attach(None, None)
 
 
 _open: Final[WeakSet[Session]] = WeakSet()
@@ -522,9 +520,3 @@ async def _over(work: Fence) -> bool:
         _log.warning("leased slots go back to the daemon only when this process ends: %s", error)
         return False
     return True
-
-
-async def _close_channel(channel: grpc.aio.Channel) -> None:
-    # Running calls fail by themselves, with a status that their callers can retry. Closing at once would cancel them,
-    # which looks like a cancelled task.
-    await channel.close(grace=_CLOSE_GRACE_S)

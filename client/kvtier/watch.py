@@ -139,7 +139,7 @@ class Watch:
         self._closed = False
         self._batch: Iterator[WatchItem] = iter(())
         self._followed = self._follow()
-        self._step: asyncio.Task[None] | None = None
+        self._step: asyncio.Future[Iterator[WatchItem]] | None = None
         """Fetches the next batch. A cancelled ``anext`` leaves it running, so that the watch keeps its place."""
 
     def __repr__(self) -> str:
@@ -157,22 +157,17 @@ class Watch:
         while not self._closed:
             if (item := next(self._batch, None)) is not None:
                 return item
-            step = self._step = self._step or self._begin_step()
+            if self._step is None:
+                self._step = asyncio.ensure_future(anext(self._followed))
+                # An abandoned watch ends with its client; only the next ``anext`` raises an error of the step.
+                self._step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            step = self._step
             await asyncio.wait([step])
             if self._step is step:
                 self._step = None
             if not self._closed:
-                step.result()
+                self._batch = step.result()
         raise StopAsyncIteration
-
-    def _begin_step(self) -> asyncio.Task[None]:
-        step = asyncio.create_task(self._advance())
-        # An abandoned watch ends with its client; only the next ``anext`` raises an error of the step.
-        step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        return step
-
-    async def _advance(self) -> None:
-        self._batch = await anext(self._followed)
 
     async def aclose(self) -> None:
         """Ends the stream; a task that waits for the next item sees the end of the iteration."""
@@ -215,7 +210,9 @@ class Watch:
                             restarted = link.welcome.boot != broken.welcome.boot
                             broken = None
                             yield iter([Reconnected(link.welcome.epoch, link.welcome.boot, restarted)])
-                        yield self._items_of(batch)
+                        events = [event_from_wire(batch.epoch, message) for message in batch.events]
+                        slice_ = slice_from_wire(batch.slice) if batch.HasField("slice") else None
+                        yield self._taken(batch, events, slice_)
                 reason = "the stream ended"
             except TimeoutError:
                 link.attach.close()  # so that the session attaches again
@@ -288,10 +285,6 @@ class Watch:
     def _silence_s(self) -> float:
         return max(1.0, _MISSED_HEARTBEATS * self._heartbeat_s)
 
-    def _items_of(self, batch: events_pb2.WatchBatch) -> Iterator[WatchItem]:
-        events = [event_from_wire(batch.epoch, message) for message in batch.events]
-        return self._taken(batch, events, slice_from_wire(batch.slice) if batch.HasField("slice") else None)
-
     def _taken(
         self, batch: events_pb2.WatchBatch, events: Sequence[Event], slice_: SnapshotSlice | None
     ) -> Iterator[WatchItem]:
@@ -314,7 +307,8 @@ class Watch:
         if batch.snapshot_end:
             self._snapshot_pending = False
             yield SnapshotEnd(Cursor(batch.epoch, batch.last_id))
-        if self._heartbeats and slice_ is None and not (covers and _ends_with_event(batch)):
+        ends_with_event = bool(batch.events) and batch.events[-1].id == batch.last_id  # not with filtered ids
+        if self._heartbeats and slice_ is None and not (covers and ends_with_event):
             yield Heartbeat(Cursor(batch.epoch, batch.last_id))
 
     def _gap(self, batch: events_pb2.WatchBatch) -> Gap:
@@ -333,8 +327,3 @@ class Watch:
         # The oldest event may be of a later epoch than the cursor; epoch 0 lets the daemon choose.
         self.cursor = Cursor(0, failure.oldest - 1)
         return lost
-
-
-def _ends_with_event(batch: events_pb2.WatchBatch) -> bool:
-    """Whether the batch ends with an event, not with filtered ids."""
-    return bool(batch.events) and batch.events[-1].id == batch.last_id

@@ -78,7 +78,9 @@ class CpuMemory:
 
     def _copy(self, group: int, slots: Slots, blocks: Rows, *, to_host: bool) -> None:
         if isinstance(blocks, Pages) and blocks.planes.on_gpu:
-            return self._copy_pages(group, slots, blocks, to_host=to_host)
+            gpu, pages = _taken(blocks, self)
+            runs = pages.runs(self._places(group), buffers.checked(self._pools[group], slots))
+            return self._run(gpu, runs, to_host=to_host)
         cpu, gpus = _by_gpu(slots, blocks)
         (buffers.into_slots if to_host else buffers.out_of_slots)(self._pools[group], *cpu)
         for gpu, rows in gpus.items():
@@ -103,11 +105,6 @@ class CpuMemory:
     def fence(self, stream: int | None) -> Fence:
         """The point that a stream has reached: see :func:`kvtier.memory.gpu.fence_over`."""
         return PASSED
-
-    def _copy_pages(self, group: int, slots: Slots, blocks: Pages, *, to_host: bool) -> None:
-        gpu, pages = _taken(blocks, self)
-        runs = pages.runs(self._places(group), buffers.checked(self._pools[group], slots))
-        self._run(gpu, runs, to_host=to_host)
 
     def _places(self, group: int) -> list[Pool]:
         return [Pool(pool.ctypes.data, pool.strides[0], pool.shape[1]) for pool in self._pools[group]]

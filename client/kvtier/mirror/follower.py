@@ -18,7 +18,7 @@ from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart,
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import TIERS, CacheInfo, Cursor, Tier, fastest
 from kvtier.watch import Watch
-from kvtier.wire import GroupSpan, Keys, Match, packed_keys
+from kvtier.wire import Keys, Match, packed_keys
 
 DEFAULT_MIRROR_HEARTBEAT_S: Final = 1.0
 DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
@@ -377,13 +377,9 @@ def rank_mirrors(
     for name, mirror in mirrors.items():
         state, lag = mirror.state, mirror.lag  # read before the match, so that an exact answer was exact when given
         found = mirror.match(packed, cache, tiers=tiers)
-        standings.append(Standing(name, found.blocks, _by_tier(found.groups), state, lag))
+        counts = Counter(fastest(residency) for span in found.groups for residency in span.residency)
+        standings.append(Standing(name, found.blocks, {tier: counts[tier] for tier in TIERS}, state, lag))
     return sorted(standings, key=_rank)
-
-
-def _by_tier(groups: tuple[GroupSpan, ...]) -> dict[Tier, int]:
-    counts = Counter(fastest(residency) for span in groups for residency in span.residency)
-    return {tier: counts[tier] for tier in TIERS}
 
 
 def _rank(standing: Standing) -> tuple[object, ...]:
