@@ -25,7 +25,7 @@ import kvtier
 from kvtier.cli.replay import table
 from kvtier.cli.watch_lines import text_lines
 from kvtier.events import WatchItem
-from kvtier.replay.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon
 from kvtier.replay.runner import ReplayReport, replay, wrong_blocks
 from kvtier.replay.trace import Payload, Request, key_of, read, replay_spec
 from kvtier.types import Tier, size
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 TRACES = (HERE.parent.parent / "shared/traces/conversation_trace.jsonl", HERE / "traces/conversation-extract.jsonl")
 REQUESTS = 1_000
 SPEC = replay_spec(block_bytes=16 * 1024)
-SLOTS = TierSlots(device=200, host=800, disk=6_000)
+SLOTS = {Tier.DEVICE: 200, Tier.HOST: 800, Tier.DISK: 6_000}
 TOKENS_PER_BLOCK = 512
 """Of the trace (examples/traces/README.md)."""
 MEASURED = (1_280, 2_761, 51)
@@ -70,11 +70,11 @@ async def main() -> int:
     requests = await read(path, REQUESTS)
     console.rule("kvtier: real LLM traffic through three tiers")
     console.print(
-        f"{len(requests)} requests of {path.name} against a device tier of {SLOTS.device} blocks, a host tier of "
-        f"{SLOTS.host} and a disk tier of {SLOTS.disk}, {SPEC.block_bytes(0) // 1024} KiB each.\n"
+        f"{len(requests)} requests of {path.name} against a device tier of {SLOTS[Tier.DEVICE]} blocks, a host tier of "
+        f"{SLOTS[Tier.HOST]} and a disk tier of {SLOTS[Tier.DISK]}, {SPEC.block_bytes(0) // 1024} KiB each.\n"
     )
     console.print("A private daemon starts. Some lines of its `kvtier watch`:\n")
-    async with PrivateDaemon(SLOTS.as_bytes(SPEC)) as daemon:
+    async with PrivateDaemon({tier: slots * SPEC.record_bytes(0) for tier, slots in SLOTS.items()}) as daemon:
         report = await first_life(daemon, requests)
         console.print("\nThe requests and their hits:\n")
         console.print(table(report))
@@ -140,7 +140,7 @@ async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart
             on_disk = sum(bool(where & kvtier.Tier.DISK.bit) for where in match.residency)
             if not on_disk:
                 continue
-            async with cache.acquire(keys[: min(match.blocks, SLOTS.device)]) as lease:
+            async with cache.acquire(keys[: min(match.blocks, SLOTS[Tier.DEVICE])]) as lease:
                 answer.wrong += await wrong_blocks(lease, payload)
                 answer.blocks += sum(where == kvtier.Tier.DISK.bit for where in lease.found_in)
                 answer.requests += 1
@@ -151,20 +151,20 @@ async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart
 
 def gain(report: ReplayReport, requests: list[Request]) -> str:
     """Compares the blocks found with the blocks that simulated hosts find, and with the work of computing them."""
-    chains = [[key_of(block) for block in request[: SLOTS.device]] for request in requests]
-    all_slots = SLOTS.device + SLOTS.host + SLOTS.disk
+    chains = [[key_of(block) for block in request[: SLOTS[Tier.DEVICE]]] for request in requests]
+    all_slots = sum(SLOTS.values())
     found = sum(report.hits.values())
-    alone = blocks_found("lru", {Tier.DEVICE: SLOTS.device}, chains)
+    alone = blocks_found("lru", {Tier.DEVICE: SLOTS[Tier.DEVICE]}, chains)
     lru, belady = (blocks_found(policy, {Tier.HOST: all_slots}, chains) for policy in ("lru", BELADY))
     tokens, (measured, computed_ms, loaded_ms) = found * TOKENS_PER_BLOCK, MEASURED
     saved_ms = tokens / measured * (computed_ms - loaded_ms)
     return (
-        f"kvtier found {found:,} blocks. An engine alone, with the device's {SLOTS.device} blocks, finds {alone:,}; "
-        f"{all_slots:,} blocks in one memory find {lru:,} under LRU and {belady:,} at best (Belady's rule, which knows "
-        f"the future).\nThe blocks found are {size(found * SPEC.block_bytes(0))} and {tokens:,} tokens. vLLM on two "
-        f"CPU cores computes {measured:,} tokens of a small Llama in {computed_ms:,} ms and loads them in {loaded_ms} "
-        f"ms (docs/benchmarks.md).\nAt that rate the blocks found save {saved_ms:,.0f} ms, for each request "
-        f"{saved_ms / len(requests):,.0f} ms to the first token.\n"
+        f"kvtier found {found:,} blocks. An engine alone, with the device's {SLOTS[Tier.DEVICE]} blocks, finds "
+        f"{alone:,}; {all_slots:,} blocks in one memory find {lru:,} under LRU and {belady:,} at best (Belady's rule, "
+        f"which knows the future).\nThe blocks found are {size(found * SPEC.block_bytes(0))} and {tokens:,} tokens. "
+        f"vLLM on two CPU cores computes {measured:,} tokens of a small Llama in {computed_ms:,} ms and loads them in "
+        f"{loaded_ms} ms (docs/benchmarks.md).\nAt that rate the blocks found save {saved_ms:,.0f} ms, for each "
+        f"request {saved_ms / len(requests):,.0f} ms to the first token.\n"
     )
 
 

@@ -44,8 +44,8 @@ def results(measurement):
 
 def test_client():
     found = results("host.client((4096, 256 << 10), 1)")
-    one = {f"client.put_one{step}" for step in ("", ".reserve", ".commit")}
-    assert set(found) == one | {f"client.{name}" for name in ("first_fill", "store", "store_full", "get", "daemon_cpu")}
+    names = ("first_fill", "store", "store_full", "get", "put_one", "call", "daemon_cpu")
+    assert set(found) == {f"client.{name}" for name in names}
     assert [result["params"]["block_bytes"] for result in found["client.first_fill"]] == [4096, 256 << 10]
     for name in ("client.store", "client.get"):
         rows = [(result["params"]["block_bytes"], result["params"]["checksum"]) for result in found[name]]

@@ -14,8 +14,7 @@ from click.shell_completion import BashComplete
 
 from kvtier import Scope, Tier, chain_keys
 from kvtier.cli import main
-from kvtier.replay.private import PrivateDaemon, TierSlots
-from kvtier.replay.trace import replay_spec
+from kvtier.replay.private import PrivateDaemon
 from tests.integration.blocks import put_chain
 from tests.integration.conftest import own_cache
 from tests.integration.waiting import eventually
@@ -87,7 +86,7 @@ def conversations(path, count, turns):
 async def test_replay_of_more_than_fits(tmp_path):
     """Tiers far too small: nothing is wrong, lost or misplaced."""
     trace = conversations(tmp_path / "trace.jsonl", count=8, turns=5)
-    async with PrivateDaemon(TierSlots(device=14, host=16, disk=200).as_bytes(replay_spec(4096))) as daemon:
+    async with PrivateDaemon({Tier.DEVICE: 14 * 4096, Tier.HOST: 16 * 4096, Tier.DISK: 200 * 4096}) as daemon:
         at = ("--address", daemon.address)
         replay = ("replay", str(trace), *at, "--block-bytes", "4096", "-o", "json")
         done = await asyncio.to_thread(kvtier, *replay)

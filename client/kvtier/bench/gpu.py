@@ -17,7 +17,6 @@ from kvtier.abi.cuda.errors import CudaUnavailable
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.bench.host import CACHE, PrivateCache, Result, interleaved, new_chain, private_cache, timed
 from kvtier.errors import KvtierError
-from kvtier.replay.private import TierSlots
 from kvtier.types import Tier
 
 SHAPES: Final = (*((1, size) for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)), (16, 16 << 10), (16, 64 << 10))
@@ -45,7 +44,7 @@ async def gpu(
         blocks = max(8, min(1024, batch_bytes // (pools * piece_bytes)))
         pool = PoolSpec(layers=1, kv_heads=1, head_size=piece_bytes // 16, kv_factor=1)
         spec = CacheSpec(CACHE, "uint8", 16, groups=(WindowGroupSpec(pools=(pool,) * pools),))
-        slots = TierSlots(2 * blocks + -(-_POOL_GRAIN // piece_bytes), 2 * blocks, 0)
+        slots = {Tier.DEVICE: 2 * blocks + -(-_POOL_GRAIN // piece_bytes), Tier.HOST: 2 * blocks}
         chain, rows = new_chain(blocks), np.ones((blocks, pools * piece_bytes), np.uint8)
         with bare_copies(device, piece_bytes, blocks * pools) as bare:
             async with private_cache(spec, slots, device=device) as here:

@@ -30,7 +30,7 @@ from kvtier.errors import DaemonError
 from kvtier.events import Event
 from kvtier.lease import ReadLease, WriteLease
 from kvtier.memory.arrays import Bytes
-from kvtier.replay.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon
 from kvtier.replay.trace import replay_spec
 from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
 
@@ -115,11 +115,11 @@ class PrivateCache:
 
 @asynccontextmanager
 async def private_cache(
-    spec: CacheSpec, slots: TierSlots, *, options: CacheOptions | None = None, **daemon: Any
+    spec: CacheSpec, slots: Mapping[Tier, int], *, options: CacheOptions | None = None, **daemon: Any
 ) -> AsyncIterator[PrivateCache]:
     """Starts a private daemon with one cache that has all slots. ``daemon``: arguments of :class:`PrivateDaemon`."""
     async with (
-        PrivateDaemon(slots.as_bytes(spec), **daemon) as running,
+        PrivateDaemon({tier: count * spec.record_bytes(0) for tier, count in slots.items()}, **daemon) as running,
         await aio.connect(running.address, timeout=600) as client,
     ):
         yield PrivateCache(client, await client.open_cache(CACHE, spec, options=options), running)
@@ -190,7 +190,7 @@ def _views(lease: ReadLease | WriteLease) -> list[Bytes]:
 
 async def client(sizes: Sequence[int], rounds: int) -> list[Result]:
     """Measures stores and gets of 64 blocks of host memory, and the put of one block."""
-    results, slots = list[Result](), TierSlots(0, _ROOM * BATCH, 0)
+    results, slots = list[Result](), {Tier.HOST: _ROOM * BATCH}
     for block_bytes in sizes:
         spec, rows = replay_spec(block_bytes), _rows(block_bytes)
         copy, first = _memcpy_into_memory(rows), partial(_first_fill, spec, slots, rows)
@@ -205,7 +205,7 @@ async def client(sizes: Sequence[int], rounds: int) -> list[Result]:
     return results
 
 
-async def _first_fill(spec: CacheSpec, slots: TierSlots, rows: Sequence[Bytes]) -> float:
+async def _first_fill(spec: CacheSpec, slots: Mapping[Tier, int], rows: Sequence[Bytes]) -> float:
     async with private_cache(spec, slots) as here:
         return await here.put(rows)
 
@@ -241,18 +241,18 @@ async def _copies(here: PrivateCache, rows: list[Bytes], rounds: int, checksum: 
 
 
 async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> list[Result]:
-    """Measures a put of one block and its two calls, then the daemon's CPU for each block of a batch. The floor of a
-    call is a call that finds nothing to do; the floor of the put is two of these calls and the copy."""
-    steps: list[tuple[float, float, float]] = []
+    """Measures a put of one block, beside a reserve, a copy and a commit; then a call that finds nothing to do, and the
+    daemon's CPU for each block of a batch."""
 
-    async def in_steps() -> float:
-        began = time.perf_counter()
+    async def by_two_calls() -> float:
+        started = time.perf_counter()
         async with here.cache.reserve(1, Tier.HOST) as lease:
-            reserved = time.perf_counter() - began
-            copied = memcpy(rows[:1], _views(lease))
-            committed = await timed(lease.commit(new_chain(1), release=True))
-        steps.append((reserved, copied, committed))
-        return reserved + copied + committed
+            memcpy(rows[:1], _views(lease))
+            await lease.commit(new_chain(1), release=True)
+        return time.perf_counter() - started
+
+    async def call() -> float:
+        return await timed(here.cache.unpin(new_chain(1), Tier.HOST))
 
     async def daemon_cpu() -> float:
         clock = ~here.daemon.pid << 3 | 2  # clock_getcpuclockid(3)
@@ -261,17 +261,14 @@ async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> li
             await here.put(rows)
         return (time.clock_gettime(clock) - before) / _FEW / BATCH
 
-    put, call = partial(here.put, rows[:1]), partial(here.cache.set_retention, [], 0)
-    whole, _, called = await interleaved(rounds, put, in_steps, lambda: timed(call()))
-    reserved, copied, committed = map(statistics.median, zip(*steps, strict=True))
-    calls = {"": (whole, copied + 2 * called), ".reserve": (reserved, called), ".commit": (committed, called)}
-    params = {"block_bytes": here.cache.block_bytes}
-    results = [
-        Result(f"client.put_one{name}", params, 1e6 * value, "us", 1e6 * floor)
-        for name, (value, floor) in calls.items()
-    ]
+    put, two_calls, called = await interleaved(rounds, partial(here.put, rows[:1]), by_two_calls, call)
     (cpu,) = await interleaved(_FEW, daemon_cpu)
-    return [*results, Result("client.daemon_cpu", params, 1e6 * cpu, "us/block")]
+    params = {"block_bytes": here.cache.block_bytes}
+    return [
+        Result("client.put_one", params, 1e6 * put, "us", 1e6 * two_calls),
+        Result("client.call", params, 1e6 * called, "us"),
+        Result("client.daemon_cpu", params, 1e6 * cpu, "us/block"),
+    ]
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
@@ -316,12 +313,10 @@ async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> list[Resu
     blocks a call, in as many threads, as the daemon's disk tier."""
     results: list[Result] = []
     for block_bytes in sizes:
-        rows, slots = (
-            _rows(block_bytes),
-            TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes),
-        )
+        rows, on_disk = _rows(block_bytes), disk_bytes // block_bytes
+        slots = {Tier.HOST: max(4 * BATCH, on_disk // 4), Tier.DISK: on_disk}
         async with private_cache(replay_spec(block_bytes), slots) as here:
-            with closing(_RawFile(here.daemon.home / "raw", rows, slots.disk)) as raw:
+            with closing(_RawFile(here.daemon.home / "raw", rows, on_disk)) as raw:
                 results += await _disk_edges(here, raw, rows, rounds)
                 results.append(await _sustained(here, raw, rows, min(rounds, _FRESH)))
     return results
@@ -384,7 +379,7 @@ async def events(watchers: int, rounds: int, puts: int) -> list[Result]:
     spawn = multiprocessing.get_context("spawn")
     # The watchers end with the daemon: Ctrl-C is for this process alone.
     with spawn.Pool(watchers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
-        async with private_cache(replay_spec(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
+        async with private_cache(replay_spec(PAGE), dict.fromkeys((Tier.DEVICE, Tier.HOST), 4 * blocks)) as here:
 
             async def store() -> None:
                 for number in range(1, puts + 1):
@@ -434,7 +429,7 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> list[Result
     results, works = list[Result](), dict[str, list[BenchWork]](acquire=[], store=[])
     async with AsyncExitStack() as stack:
         for blocks in counts:
-            here = await stack.enter_async_context(private_cache(replay_spec(PAGE), TierSlots(0, blocks, 0)))
+            here = await stack.enter_async_context(private_cache(replay_spec(PAGE), {Tier.HOST: blocks}))
             await here.fill(blocks // 10)
             before, more = _anonymous_bytes(here), blocks - blocks // 10
             last = await here.fill(more)
@@ -461,7 +456,7 @@ async def _acquire(here: PrivateCache, chain: list[bytes]) -> float:
 
 
 async def _restart(blocks: int) -> float:
-    slots = TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
+    slots = {Tier.HOST: max(blocks // 16, 2 * _FILL), Tier.DISK: blocks}
     async with private_cache(replay_spec(PAGE), slots) as here:
         last = await here.fill(blocks, Tier.DISK)
         await here.daemon.stop(_STOP_S)

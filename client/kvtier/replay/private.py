@@ -9,11 +9,9 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonUnavailable, KvtierError
 from kvtier.replay import keeper
 from kvtier.types import Tier
@@ -22,20 +20,6 @@ _READY: Final = b"kvtierd ready"
 _START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 40.0
 _SHOWN_LOG_LINES: Final = 15
-
-
-@dataclass(slots=True, frozen=True)
-class TierSlots:
-    """Blocks by tier; 0 = the daemon lacks the tier."""
-
-    device: int
-    host: int
-    disk: int
-
-    def as_bytes(self, spec: CacheSpec) -> dict[Tier, int]:
-        """The bytes of each tier for these numbers of blocks of ``spec``."""
-        stride = spec.record_bytes(0)
-        return {Tier.DEVICE: self.device * stride, Tier.HOST: self.host * stride, Tier.DISK: self.disk * stride}
 
 
 class PrivateDaemon:
