@@ -18,7 +18,6 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -57,27 +56,6 @@ _PAUSE_S: Final = 30.0
 log: Final = logging.getLogger("kvtier.connectors.transformers")
 
 
-@dataclass(slots=True, frozen=True)
-class States:
-    """The keys, or the values, of one layer: [1, heads, tokens, size]."""
-
-    heads: int
-    size: int
-    dtype: torch.dtype
-    device: torch.device = field(compare=False)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> States:
-        return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
-
-    @property
-    def token_bytes(self) -> int:
-        return self.heads * self.size * self.dtype.itemsize
-
-    def empty(self, tokens: int) -> torch.Tensor:
-        return torch.empty((1, self.heads, tokens, self.size), dtype=self.dtype, device=self.device)
-
-
 class PrefixStore:
     """The prefixes of one model in a kvtier cache of its own, whose name stands for model, dtype and attention.
 
@@ -106,8 +84,9 @@ class PrefixStore:
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
         self.argument: Final = "cache" if "cache" in done else "past_key_values"
         """Name of the argument of ``generate`` and of the model that takes a cache. Versions name it differently."""
-        self._states: Final = [States.of(states) for states in _tensors("model", done.get(self.argument))]
-        if len(devices := {str(states.device) for states in self._states}) > 1:
+        self._samples: Final = [tensor[:, :, :0] for tensor in _tensors("model", done.get(self.argument))]
+        """Keys and values of no token, of every layer in turn."""
+        if len(devices := {str(sample.device) for sample in self._samples}) > 1:
             raise InvalidArgument("model", f"layers on {', '.join(sorted(devices))}", "on one device")
         self._tokens: Final = tokens_per_block
         self._timeout: Final = timeout
@@ -145,7 +124,10 @@ class PrefixStore:
                 found = max(found, cache.match(keys, remote=True, timeout=self._timeout).remote_blocks)
             if not found:
                 return past, 0
-            tensors = [states.empty(found * self._tokens) for states in self._states]
+            tensors = [
+                sample.new_empty((1, sample.shape[1], found * self._tokens, sample.shape[3]))
+                for sample in self._samples
+            ]
             pages = self._pages(tensors, 0, found)
             known = len(cache.get(keys[: found * KEY_BYTES], pages, timeout=self._timeout)) * self._tokens
         except DaemonUnavailable as error:
@@ -169,7 +151,7 @@ class PrefixStore:
             first tokens, which a sliding window drops unless the model was given a ``DynamicCache()``.
         """
         tensors = _tensors("past", past)
-        if [States.of(tensor) for tensor in tensors] != self._states:
+        if list(map(_kind, tensors)) != list(map(_kind, self._samples)):
             raise InvalidArgument("past", f"{len(tensors) // 2} layers", f"of the model of cache {self.name}")
         prompt = Prompt(_flat(ids)[: int(past.get_seq_length())], self._tokens, scope)
         stored, count = 0, len(prompt)
@@ -212,12 +194,13 @@ class PrefixStore:
         identity = {
             "engine": f"transformers {transformers.__version__}",
             "attention": str(config._attn_implementation),
-            "dtype": str(self._states[0].dtype),
+            "dtype": str(self._samples[0].dtype),
             "model": digest.hexdigest(),
         }
-        nbytes = self._tokens * sum(states.token_bytes for states in self._states)
+        token_bytes = sum(each.shape[1] * each.shape[3] * each.element_size() for each in self._samples)
+        group = PageGroup((PlaneLayout("all", self._tokens * token_bytes),))
         name = Path(config.name_or_path).name or config.model_type
-        return Layout(name, self._tokens, (PageGroup((PlaneLayout("all", nbytes),)),), identity=identity)
+        return Layout(name, self._tokens, (group,), identity=identity)
 
 
 def _tensors(name: str, past: object) -> list[torch.Tensor]:
@@ -236,6 +219,11 @@ def _tensors(name: str, past: object) -> list[torch.Tensor]:
     if not tensors:
         raise InvalidArgument(name, type(past).__name__, "a decoder and its cache of keys and values")
     return tensors
+
+
+def _kind(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
+    """The heads, size and dtype of a layer's keys or values: [1, heads, tokens, size]."""
+    return tensor.shape[1], tensor.shape[3], tensor.dtype
 
 
 def _flat(ids: Ids) -> NDArray[np.integer[Any]]:
