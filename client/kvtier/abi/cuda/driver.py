@@ -140,8 +140,7 @@ class Driver:
         return int(self._call(self._cuda.cuMemGetAllocationGranularity, self._properties(), minimum))
 
     def create(self, nbytes: int) -> Handle:
-        """Allocates a multiple of :meth:`granularity`. The memory can be exported with ``features.posix_fd``, and
-        registered with a network card with ``features.rdma``."""
+        """Allocates a multiple of :meth:`granularity`. The memory can be exported with ``features.posix_fd``."""
         return Handle(int(self._call(self._cuda.cuMemCreate, nbytes, self._properties(), 0)))
 
     def release(self, handle: Handle) -> None:
@@ -189,7 +188,6 @@ class Driver:
         wanted.location.id = self.ordinal
         if self.features.posix_fd:
             wanted.requestedHandleTypes = self._fd
-        wanted.allocFlags.gpuDirectRDMACapable = int(self.features.rdma)
         return wanted
 
     # Memory without a handle, and memory of the host. -------------------------------------------------------------

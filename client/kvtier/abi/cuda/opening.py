@@ -22,13 +22,12 @@ _BATCH_COPY: Final = {12: 12080, 13: 13000}
 @dataclass(slots=True, frozen=True)
 class Features:
     """``driver_version``: 1000 × major + 10 × minor of the newest CUDA that the driver knows. ``vmm``: memory can have
-    an address range of its own. ``posix_fd``: other processes can have this memory. ``rdma``: it can be registered with
-    a network card. ``batch_copy``: one call makes many copies of page-locked memory."""
+    an address range of its own. ``posix_fd``: other processes can have this memory. ``batch_copy``: one call makes many
+    copies of page-locked memory."""
 
     driver_version: int
     vmm: bool
     posix_fd: bool
-    rdma: bool
     batch_copy: bool
 
 
@@ -138,7 +137,6 @@ def _described(bindings: Any, ordinal: int) -> FoundDevice:
         driver_version=version,
         vmm=vmm,
         posix_fd=vmm and bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
-        rdma=vmm and bool(attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")),
         # If it is 0 (WSL), a batch gives host addresses to the device, but registered memory has other addresses there.
         batch_copy=_has_batch_copy(bindings, version) and bool(attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")),
     )

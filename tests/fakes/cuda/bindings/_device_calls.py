@@ -61,8 +61,6 @@ def cuDeviceGetAttribute(attrib: CUdevice_attribute, dev: CUdevice | int) -> int
             return int("registered_address" not in off)
         case "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED":
             return int("posix_fd" not in off)
-        case "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED":
-            return int("rdma" not in off)
         case _:
             return 1
 

@@ -146,8 +146,6 @@ def _check_properties(prop: CUmemAllocationProp) -> None:
     _check_location(prop.location)
     if prop.requestedHandleTypes:
         _check_handle_type(prop.requestedHandleTypes)
-    if prop.allocFlags.gpuDirectRDMACapable and "rdma" in STATE.settings.features_off:
-        raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "no RDMA")
 
 
 def _check_location(location: CUmemLocation) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 VARIABLE: Final = "KVTIER_FAKE_CUDA"
 CLIENT: Final = "KVTIER_FAKE_CUDA_CLIENT"
-FEATURES: Final = ("vmm", "posix_fd", "rdma", "batch_copy", "registered_address")
+FEATURES: Final = ("vmm", "posix_fd", "batch_copy", "registered_address")
 
 
 @dataclass(slots=True)

@@ -59,7 +59,6 @@ cuInit 0
 cuDeviceGetAttribute 41 1
 cuDeviceGetAttribute 102 1
 cuDeviceGetAttribute 103 1
-cuDeviceGetAttribute 110 1
 cuDeviceGetAttribute 91 1
 cuDevicePrimaryCtxRetain 1
 cuCtxPushCurrent_v2 0xc0
@@ -69,7 +68,7 @@ cuCtxPopCurrent_v2 .
 >1 Stub 1 0000:3b:01.0 5497558138880 9895604649984 True
 cuCtxSetCurrent 0xc0
 cuThreadExchangeStreamCaptureMode 2
-cuMemCreate 4194304 type 1 handles 1 at 1 1 rdma 1 flags 0
+cuMemCreate 4194304 type 1 handles 1 at 1 1 rdma 0 flags 0
 cuMemExportToShareableHandle 77 1 0
 cuMemAddressReserve 4194304 2097152 0 0
 cuMemMap 7000000000 4194304 0 77 0
