@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -284,17 +285,13 @@ def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
     has no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`."""
     import torch
 
-    raw = torch.from_numpy(np.asarray(_Exposed(view))) if isinstance(view, np.ndarray) else view.tensor()
+    if isinstance(view, np.ndarray):
+        # Without the read-only flag, which torch would warn of. numpy keeps the object, and so the mapping.
+        interface = {**view.__array_interface__, "data": (view.ctypes.data, False)}
+        raw = torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface, view=view)))
+    else:
+        raw = view.tensor()
     return raw.view(getattr(torch, _DTYPES.get(dtype, dtype)))
-
-
-class _Exposed:
-    """A view's memory without the read-only flag, which torch would warn of. Keeps the mapping alive."""
-
-    def __init__(self, view: Bytes) -> None:
-        self._view = view
-        address, _ = view.__array_interface__["data"]
-        self.__array_interface__: dict[str, Any] = view.__array_interface__ | {"data": (address, False)}
 
 
 INLINE_BYTES: Final = 8 << 20

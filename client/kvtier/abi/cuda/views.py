@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.abi.cuda.driver import Address
@@ -30,39 +31,26 @@ class DeviceView:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3: one dimension of uint8, without a stream: the lender has made sure that the bytes are there."""
-        return self._interface(self.address if self.nbytes else 0, self.readonly)
+        return {
+            "shape": (self.nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "data": (self.address if self.nbytes else 0, self.readonly),
+            "stream": None,
+            "version": 3,
+        }
 
     def tensor(self) -> torch.Tensor:
         """Returns a uint8 tensor of these bytes, on the device. torch has no read-only tensors: the caller must not
         write to the tensor of a read-only view."""
         import torch
 
-        return torch.as_tensor(_Writable(self), device=f"cuda:{self._memory.driver.ordinal}")
-
-    def _interface(self, pointer: int, readonly: bool) -> dict[str, Any]:
-        return {
-            "shape": (self.nbytes,),
-            "strides": None,
-            "typestr": "|u1",
-            "data": (pointer, readonly),
-            "stream": None,
-            "version": 3,
-        }
-
-
-class _Writable:
-    """A view in a form that torch accepts: torch refuses a read-only view, and an empty view without an address. torch
-    keeps this object, and so the memory, while the tensor's storage lives."""
-
-    __slots__ = ("_view",)
-
-    def __init__(self, view: DeviceView) -> None:
-        self._view = view
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        view = self._view
-        return view._interface(view.address if view.nbytes else view._memory.address, readonly=False)
+        # torch refuses a read-only view, and an empty view without an address. The storage of the tensor keeps the
+        # object, and so the memory.
+        place = self.address if self.nbytes else self._memory.address
+        interface = {**self.__cuda_array_interface__, "data": (place, False)}
+        exposed = SimpleNamespace(__cuda_array_interface__=interface, view=self)
+        return torch.as_tensor(exposed, device=f"cuda:{self._memory.driver.ordinal}")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
