@@ -1,4 +1,4 @@
-"""The source of the simulation's choices: a seeded generator or Hypothesis, behind a small class."""
+"""The source of the simulation's choices, behind a small class."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ T = TypeVar("T")
 class Chooser:
     """``below(n)`` chooses a whole number from 0 to n - 1; all other choices use it.
 
-    Zero is the tame choice everywhere (no action, the first value, the smallest value), since Hypothesis shrinks to
-    zero.
+    Zero is the tame choice everywhere: no action, the first value, the smallest value.
     """
 
     def __init__(self, below: Callable[[int], int]) -> None:
