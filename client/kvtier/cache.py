@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, overload
 
-from kvtier.abi.keys import PLAIN, Scope, TokenIds
+from kvtier import wire
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.arena import UNHEARD, Binder, MappedArena
 from kvtier.buffers import Blocks
 from kvtier.chains import Prompt
-from kvtier.deadline import Fence, Stream
+from kvtier.deadline import Deadline, Fence, Stream, in_turn
 from kvtier.errors import CallerError, InvalidArgument, require_kind, require_within
 from kvtier.groups import AcrossGroups, ChainVerbs
 from kvtier.lease import Lease, LeaseBook, ReadLease, WriteLease
 from kvtier.memory.gpu import fence_over
 from kvtier.reading import Reader
-from kvtier.transport import Link, send
+from kvtier.retention import each_duration_ms, each_priority
+from kvtier.transport import Link, Stubs, send
 from kvtier.types import AnyTier, BlockResult, CacheInfo, LeaseTicket, ReadTicket, Tier, WriteTicket
-from kvtier.v1 import caches_pb2
-from kvtier.verbs import GroupVerbs
-from kvtier.wire import MAX_COUNT, Held, as_tier
+from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.verbs import MAX_HINTS, Hint, HintResult, PagedBlocks, PageIterator
 
 
-class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVerbs):
+class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]]):
     """A cache, opened by :meth:`kvtier.AsyncClient.open_cache`.
 
     Every verb takes ``timeout`` in seconds (default: the client's) and may raise, besides its own errors,
@@ -57,6 +58,11 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         return AcrossGroups(caches, self._binder, self._book, self.reader, self._default_timeout)
 
     @property
+    def group(self) -> int:
+        """Index of the window group."""
+        return self.groups[0]
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block of the group, over all its pools."""
         return self.spec.block_bytes(self.group)
@@ -78,6 +84,16 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         return self._binder.unmapped
 
     @property
+    def lookups(self) -> str:
+        """How lookups and gets find blocks now: ``shared memory``, or ``calls`` and why."""
+        return self.reader.way
+
+    @property
+    def reads(self) -> wire.ReadCounts:
+        """Counts of lookups and gets so far, with and without calls."""
+        return self.reader.counts
+
+    @property
     def arena(self) -> MappedArena:
         """The arena of the last open. Raises :class:`CallerError` if the memory is not mapped."""
         return self._binder.binding.arena
@@ -90,7 +106,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
 
     def slots(self, tier: AnyTier) -> int:
         """Capacity of a tier in blocks; 0 if the cache lacks the tier."""
-        place = as_tier(tier)
+        place = wire.as_tier(tier)
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is place), 0)
 
     def prompt(
@@ -114,18 +130,164 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         step = self.spec.tokens_per_block
         return Prompt(token_ids, step, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size, partial=partial)
 
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    async def probe(self, keys: wire.Keys, *, timeout: float | None = None) -> bytes:
+        """The residency of each key by itself, one byte per key, 0 = absent. Keys may repeat. No side effect."""
+        packed = wire.packed_keys(keys)
+        await in_turn(timeout)
+        found = self.reader.probe(packed, self.group)
+        if found is not None:
+            return found
+        each = wire.split_keys(packed)
+        once = list(dict.fromkeys(each))
+        reply = await self._ask_locate(b"".join(once), timeout)
+        residency = dict(zip(once, reply.residency, strict=True))
+        return bytes(residency[key] for key in each)
+
+    async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> list[wire.Location]:
+        """Tier, slot and generation of each key. No side effect."""
+        packed = wire.packed_keys(keys)
+        await in_turn(timeout)
+        found = self.reader.locate(packed, self.group)
+        if found is not None:
+            return found
+        reply = await self._ask_locate(packed, timeout)
+        on_device = reply.device_slots, reply.device_generations
+        return wire.locations(reply.residency, *on_device, reply.host_slots, reply.host_generations)
+
+    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> PageIterator:
+        """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
+        require_within("page_blocks", page_blocks, 0, wire.MAX_COUNT, "0 or more")
+
+        async def ask(page: int) -> blocks_pb2.ListBlocksResponse:
+            request = blocks_pb2.ListBlocksRequest(group=self.group, limit=page_blocks, page=page)
+            return await self._binder.call(lambda stubs: stubs.blocks.List, request, self._deadline(timeout))
+
+        return PageIterator(ask)
+
+    def blocks(self, *, timeout: float | None = None) -> PagedBlocks:
+        """All indexed blocks. Other clients may change the cache between the pages: see :meth:`pages`."""
+        return PagedBlocks(self.pages(timeout=timeout))
+
+    async def move(
+        self, keys: wire.Keys, to: AnyTier, *, dry_run: bool = False, timeout: float | None = None
+    ) -> list[BlockResult]:
+        """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
+
+        Blocks move in portions: when the caller gives up or the time is up, portions that have not begun are dropped. A
+        disk copy needs the block's ancestors on disk; a block that lacks more than 1,024 of them there gets NO_ROOM.
+        ``dry_run``: only returns the best possible results.
+        """
+        deadline = self._deadline(timeout)
+        request = wire.message(
+            blocks_pb2.MoveRequest,
+            group=self.group,
+            to=wire.tier_to_wire(to, "to"),
+            keys=wire.packed_keys(keys),
+            timeout_ns=deadline.wait_ns(),
+            seq=self._binder.session.next_seq(),
+            dry_run=dry_run,
+        )
+        return await self._results(lambda stubs: stubs.blocks.Move, request, deadline)
+
+    async def drop(self, keys: wire.Keys, *, dry_run: bool = False, timeout: float | None = None) -> wire.DropReport:
+        """Drops blocks and all their descendants, in every tier. ``dry_run``: only reports the effect."""
+        packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
+        request = wire.message(blocks_pb2.DropRequest, group=self.group, keys=packed, seq=seq, dry_run=dry_run)
+        if not packed:
+            return wire.DropReport([], 0)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
+        return wire.DropReport([BlockResult(result) for result in reply.results], reply.dropped, reply.kept_in_store)
+
+    async def set_retention(
+        self,
+        keys: wire.Keys,
+        priorities: int | Sequence[int],
+        durations_s: float | Sequence[float | None] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """Sets priorities and durations, for all or one per key. A duration runs from now, or for held blocks from
+        their release.
+
+        ``durations_s``: None = for ever. After that time a block's priority is the default of 35 again.
+        """
+        packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
+        count = len(packed) // KEY_BYTES
+        request = blocks_pb2.SetRetentionRequest(
+            group=self.group,
+            keys=packed,
+            priorities=each_priority(count, priorities),
+            durations_ms=each_duration_ms(count, durations_s),
+            seq=seq,
+        )
+        return await self._results(lambda stubs: stubs.blocks.SetRetention, request, self._deadline(timeout))
+
+    async def pin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Keeps READY copies in a tier, even after the client has gone, until each pin is undone or the daemon ends.
+        Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned."""
+        return await self._pin(keys, tier, False, timeout)
+
+    async def unpin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Undoes one pin of each block. Result NOT_PINNED for a block without a pin."""
+        return await self._pin(keys, tier, True, timeout)
+
+    async def hint(self, *hints: Hint, timeout: float | None = None) -> list[HintResult]:
+        """Tells the daemon the future of blocks, in every window group. Returns a result per hint.
+
+        A hint that cannot be carried out has an outcome, and changes nothing. Raises :class:`InvalidArgument`.
+        """
+        require_within("hints", len(hints), 1, MAX_HINTS, f"1 to {MAX_HINTS} hints")
+        request = blocks_pb2.HintRequest(hints=[each.message() for each in hints], seq=self._binder.session.next_seq())
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Hint, request, self._deadline(timeout))
+        return [wire.same_fields(HintResult, each) for each in reply.results]
+
+    async def keep(
+        self, keys: wire.Keys, tier: AnyTier, for_s: float = 600.0, *, timeout: float | None = None
+    ) -> HintResult:
+        """Brings blocks into a tier and keeps them there for a time, as far as the client's bounds allow."""
+        packed = wire.packed_keys(keys)
+        await self.move(packed, tier, timeout=timeout)
+        (result,) = await self.hint(Hint("pin", keys=packed, tier=tier, for_s=for_s), timeout=timeout)
+        return result
+
+    async def reset(
+        self, *, force: bool = False, dry_run: bool = False, repeats: int = 0, timeout: float | None = None
+    ) -> wire.ResetReport:
+        """Drops all blocks of the cache, in every window group.
+
+        Raises :class:`kvtier.errors.StillHeld` while blocks are leased or pinned, unless forced: then the other blocks
+        go. ``dry_run``: only counts the blocks that a forced reset would drop. ``repeats``: the generation of an
+        earlier reset; drops only the blocks that this reset kept.
+        """
+        seq = self._binder.session.next_seq()
+        request = wire.message(blocks_pb2.ResetRequest, force=force, dry_run=dry_run, seq=seq, repeats=repeats)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
+        return wire.ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
+
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, count: int, tier: AnyTier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
+    def reserve(
+        self, count: int, tier: AnyTier | None = None, *, timeout: float | None = None
+    ) -> wire.Held[WriteLease]:
         """``count`` blank slots, all or nothing: ``async with cache.reserve(4) as lease``. Waits while room can be
         made. Raises :class:`TierFull` at once if all slots that are not held could not suffice."""
-        return Held(lambda: self._reserve(count, tier, timeout), self.release)
+
+        async def take() -> WriteLease:
+            require_within("count", count, 1, wire.MAX_COUNT, "1 or more")
+            self._require_writable()
+            place = self.lease_tier(tier)
+            self._require_mapped(place)
+            return await self._book.reserve(self, place, count, timeout)
+
+        return wire.Held(take, self.release)
 
     @overload
-    def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> Held[WriteLease]: ...
+    def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> wire.Held[WriteLease]: ...
     @overload
-    def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> Held[ReadLease]: ...
-    def join(self, ticket: LeaseTicket, *, timeout: float | None = None) -> Held[Any]:
+    def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> wire.Held[ReadLease]: ...
+    def join(self, ticket: LeaseTicket, *, timeout: float | None = None) -> wire.Held[Any]:
         """Holds the slots of another process's lease: ``async with cache.join(ticket) as lease``.
 
         A slot goes back when each of its holders has released it or died. A commit by one holder makes the slot a block
@@ -142,7 +304,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
                 self._require_mapped(ticket.tier)
             return await self._book.join(self.in_group(ticket.group), ticket, timeout)
 
-        return Held(take, self.release)
+        return wire.Held(take, self.release)
 
     def fence(self, stream: Stream | None = None) -> Fence:
         """The point that a stream of this process has reached. Pass it as ``stream`` to a commit or release, which then
@@ -205,9 +367,22 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
             message = f"cache {self.name}: its {tier} tier is not mapped ({why}): slots cannot be filled here; put can"
             raise CallerError(message, reason="CANNOT_MAP")
 
-    async def _reserve(self, count: int, tier: AnyTier | None, timeout: float | None) -> WriteLease:
-        require_within("count", count, 1, MAX_COUNT, "1 or more")
-        self._require_writable()
-        place = self.lease_tier(tier)
-        self._require_mapped(place)
-        return await self._book.reserve(self, place, count, timeout)
+    async def _pin(self, keys: wire.Keys, tier: AnyTier, unpin: bool, timeout: float | None) -> list[BlockResult]:
+        packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
+        request = blocks_pb2.PinRequest(
+            group=self.group, tier=wire.tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq
+        )
+        return await self._results(lambda stubs: stubs.blocks.Pin, request, self._deadline(timeout))
+
+    async def _results(self, method: Callable[[Stubs], Any], request: Any, deadline: Deadline) -> list[BlockResult]:
+        """A result per key. The daemon refuses a request without keys, which has none."""
+        if not request.keys:
+            return []
+        return [BlockResult(result) for result in (await self._binder.call(method, request, deadline)).results]
+
+    async def _ask_locate(self, packed: bytes, timeout: float | None) -> blocks_pb2.LocateResponse:
+        if not packed:
+            return blocks_pb2.LocateResponse()
+        self.reader.count(calls=1)
+        request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
+        return await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from kvtier import buffers, copies
+from kvtier import buffers, copies, wire
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Binder
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Reach, Rows
 from kvtier.chains import ChainPart, Prompt
-from kvtier.deadline import Stream, in_turn
+from kvtier.deadline import Deadline, Stream, in_turn
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_kind
 from kvtier.lease import Hold, LeaseBook, Owner, ReadLease
 from kvtier.reading import ChainRead, Reader, verified
 from kvtier.retention import Retention, block_retention
-from kvtier.types import MAPPED_TIERS, AnyTier, BlockResult, Tier
-from kvtier.verbs import PrefixVerbs
-from kvtier.wire import Held, Keys, as_tier, packed_chains, packed_keys, recompute_to_wire, split_keys
+from kvtier.types import MAPPED_TIERS, AnyTier, BlockResult, Cursor, Tier
+from kvtier.v1 import blocks_pb2
 
 
 class AcrossLease(Hold):
@@ -35,7 +34,7 @@ class AcrossLease(Hold):
     def __init__(self, packed: bytes, groups: Sequence[ReadLease]) -> None:
         self._groups: Final = tuple(groups)
         first = self.groups[0]
-        self.keys: Final = tuple(split_keys(packed[: first.prefix_length * KEY_BYTES]))
+        self.keys: Final = tuple(wire.split_keys(packed[: first.prefix_length * KEY_BYTES]))
         self.matched: Final = first.matched
         """Length of the stored prefix at the match; more than :attr:`blocks` if the tier was short of room."""
         self.error: Final = first.error
@@ -70,8 +69,8 @@ Stored = TypeVar("Stored")
 Got = TypeVar("Got")
 
 
-class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
-    """The verbs that hold, store and copy chains, in one window group or over all.
+class ChainVerbs(Generic[L, Given, Stored, Got]):
+    """The verbs that look up, hold, store and copy chains, in one window group or over all.
 
     For one group, blocks and results are sequences, and a lease is a :class:`ReadLease`. For all groups (see
     :attr:`kvtier.Cache.across`) a mapping has the sequence of each group, and a lease is an :class:`AcrossLease`.
@@ -83,8 +82,13 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
     def __init__(
         self, binder: Binder, book: LeaseBook, reader: Reader, groups: Sequence[int], default_timeout: float
     ) -> None:
-        super().__init__(binder, reader, groups, default_timeout)
+        self.groups = tuple(groups)
+        """Indices of the window groups."""
+        self.reader: Final = reader
+        """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
+        self._binder: Final = binder
         self._book: Final = book
+        self._default_timeout: Final = default_timeout
 
     @property
     def spec(self) -> CacheSpec:
@@ -103,7 +107,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         if tier is None and mapped:
             unmapped = self._binder.unmapped
             return next((each for each in mapped if each not in unmapped), mapped[0])
-        place = None if tier is None else as_tier(tier)
+        place = None if tier is None else wire.as_tier(tier)
         if place is None or place not in mapped:
             if not mapped:
                 says = (
@@ -114,18 +118,95 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
             raise InvalidArgument("tier", str(tier), " or ".join(str(each) for each in mapped))
         return place
 
+    # -- lookups ---------------------------------------------------------------------------------------------------
+
+    async def prefix_length(self, keys: wire.Keys, *, timeout: float | None = None) -> int:
+        """Length of the stored prefix of a chain: :meth:`match` without the residencies. No side effect."""
+        packed = wire.packed_keys(keys)
+        await in_turn(timeout)
+        length = self.reader.prefix_length(packed, self.groups) if packed else 0
+        return length if length is not None else (await self._ask_match(packed, timeout)).blocks
+
+    async def match(self, keys: wire.Keys, *, remote: bool = False, timeout: float | None = None) -> wire.Match:
+        """The longest stored prefix of a chain that the groups can serve together. No side effect.
+
+        The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w
+        tokens its sinks and the blocks of tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
+
+        Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
+        block was, or would be, committed under the block before. While the daemon does not answer, only blocks in
+        mapped tiers count. ``remote``: asks the remote store, too, by a call.
+        """
+        packed = wire.packed_keys(keys)
+        await in_turn(timeout)
+        found = None if remote else self.reader.match(packed, self.groups)
+        if found is None and not packed:  # a prompt shorter than a block, which the daemon is not asked for
+            found = wire.Match(0, tuple(wire.GroupSpan(group, 0, b"") for group in self.groups), Cursor(0, 0))
+        if found is not None:
+            return found
+        reply = await self._ask_match(packed, timeout, remote=remote)
+        spans = (
+            wire.GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
+        )
+        return wire.Match(reply.blocks, tuple(spans), wire.same_fields(Cursor, reply.as_of_event), reply.remote_blocks)
+
+    async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> wire.TokenMatch:
+        """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
+        that it shares with a stored full or partial block. No side effect.
+
+        The next block is searched, by a call, only in a cache with the option ``keep_tokens``, and only while the
+        daemon answers: in full-attention groups, and in sliding windows beside them. Blocks with extra ids or items, or
+        of another scope, do not count.
+        """
+        require_kind("prompt", prompt, Prompt)
+        spec, keys = self._binder.spec, prompt.keys
+        if prompt.partial_tokens and any(spec.groups[group].window_tokens > 1 for group in self.groups):
+            keys = keys[:-KEY_BYTES]  # the window at the end of a partial block may begin a block earlier
+        found = await self.match(keys, timeout=timeout)
+        keys, tokens = keys[: found.blocks * KEY_BYTES], prompt.tokens(found.blocks)
+        partial = tokens % spec.tokens_per_block
+        kept = self._binder.binding.info.options.keep_tokens and self._binder.session.reachable
+        following = prompt.following(found.blocks)
+        if following and kept and not partial and spec.splits(self.groups):
+            scope = prompt.scope
+            request = blocks_pb2.MatchRequest(
+                groups=self.groups,
+                keys=keys[-KEY_BYTES:],
+                tokens=following,
+                lora_id=scope.lora_id,
+                cache_salt=scope.salt,
+            )
+            reply = await self._call_match(request, timeout)
+            partial, keys = reply.partial_tokens, keys + reply.partial_key
+            tokens += partial
+        whole = len(keys) - KEY_BYTES * (partial > 0)
+        return wire.TokenMatch(tokens, keys[:whole], partial, keys[whole:])
+
+    async def _ask_match(
+        self, packed: bytes, timeout: float | None, *, remote: bool = False
+    ) -> blocks_pb2.MatchResponse:
+        request = wire.message(blocks_pb2.MatchRequest, groups=self.groups, keys=packed, remote=remote)
+        reply = await self._call_match(request, timeout)
+        self.reader.looked_up(packed, self.groups[0], reply.blocks)
+        return reply
+
+    async def _call_match(self, request: blocks_pb2.MatchRequest, timeout: float | None) -> blocks_pb2.MatchResponse:
+        self.reader.count(calls=1)
+        request.counted = True
+        return await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
+
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def acquire(
         self,
-        keys: Keys,
+        keys: wire.Keys,
         tier: AnyTier | None = None,
         *,
         min_blocks: int = 0,
         retention: Retention | None = None,
         recompute_seconds_per_block: float = 0.0,
         timeout: float | None = None,
-    ) -> Held[L]:
+    ) -> wire.Held[L]:
         """The longest available prefix, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
 
         In a sliding group the lease holds only the blocks that the window needs: see :attr:`ReadLease.prefix_length`.
@@ -138,24 +219,24 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         """
 
         async def take() -> L:
-            packed = packed_keys(keys, "chains[0].keys")
-            recompute_ns = recompute_to_wire(recompute_seconds_per_block)
+            packed = wire.packed_keys(keys, "chains[0].keys")
+            recompute_ns = wire.recompute_to_wire(recompute_seconds_per_block)
             (lease,) = await self._acquire([packed], tier, min_blocks, retention, timeout, recompute_ns)
             if lease.error is not None:
                 raise lease.error
             return lease
 
-        return Held(take, self.release)
+        return wire.Held(take, self.release)
 
     def acquire_many(
         self,
-        chains: Iterable[Keys],
+        chains: Iterable[wire.Keys],
         tier: AnyTier | None = None,
         *,
         min_blocks: int = 0,
         retention: Retention | None = None,
         timeout: float | None = None,
-    ) -> Held[list[L]]:
+    ) -> wire.Held[list[L]]:
         """Acquires one lease per chain, in order. No chain evicts the matches of another chain of the call.
 
         A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`, not an
@@ -163,9 +244,9 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         """
 
         async def take() -> list[L]:
-            return await self._acquire(packed_chains(chains), tier, min_blocks, retention, timeout)
+            return await self._acquire(wire.packed_chains(chains), tier, min_blocks, retention, timeout)
 
-        return Held(take, lambda leases: self.release(*leases))
+        return wire.Held(take, lambda leases: self.release(*leases))
 
     async def _acquire(
         self,
@@ -198,7 +279,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
 
     async def put(
         self,
-        keys: Keys,
+        keys: wire.Keys,
         blocks: Given,
         *,
         parent: bytes | None = None,
@@ -220,7 +301,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
             prompt: the prompt of the keys, for more detail in events. ``retention``: instead of ``priorities``.
         Raises: :class:`InvalidArgument`, :class:`TierFull` while others take slots that the chain needs.
         """
-        chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
+        chain, place = wire.split_keys(wire.packed_keys(keys)), self.lease_tier(tier)
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
         results: dict[int, list[BlockResult]] = {}
@@ -233,7 +314,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
 
     async def get(
         self,
-        keys: Keys,
+        keys: wire.Keys,
         out: Given | None = None,
         *,
         tier: AnyTier | None = None,
@@ -253,7 +334,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         """
         await in_turn(timeout)
         given = self.by_group("out", out)
-        read, targets = self.begin_get(packed_keys(keys), given, tier, in_cpu=verify)
+        read, targets = self.begin_get(wire.packed_keys(keys), given, tier, in_cpu=verify)
         await buffers.run_copy(read.copy, read.nbytes, waits=read.waits)
         found = await self.end_get(read, targets, tier, verify, timeout)
         if given:
@@ -318,7 +399,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
 
     async def _verified(self, group: int, packed: bytes, rows: PrefixRows, timeout: float | None) -> int:
         """Length of the prefix whose copied blocks the daemon knows. Raises :class:`DamagedTransfer`."""
-        pairs = [(key, row) for key, row in zip(split_keys(packed), rows, strict=False) if row is not None]
+        pairs = [(key, row) for key, row in zip(wire.split_keys(packed), rows, strict=False) if row is not None]
         copied: PrefixRows = [row for _, row in pairs]
         keys = b"".join(key for key, _ in pairs)
         known = await verified(self._binder, group, keys, buffers.of_cpu(copied), self._deadline(timeout))
@@ -353,6 +434,9 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
     @property
     def _streamed(self) -> copies.Way:
         return copies.StreamedCopies(self._binder, self._deadline)
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._default_timeout if timeout is None else timeout)
 
     def _require_writable(self) -> None:
         if not self._binder.write:

@@ -27,7 +27,6 @@ from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.tiers import Memory
 from kvtier.sync.loop import LoopThread
 from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
-from kvtier.verbs import PrefixVerbs
 from kvtier.wire import Keys, ListedBlock, Page, ReadCounts, packed_chains, packed_keys
 
 Inner = TypeVar("Inner")
@@ -233,11 +232,9 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
     spec = Fact[CacheSpec]()
     tiers = Fact[tuple[Tier, ...]]()
     lease_tier = answers(ChainVerbs.lease_tier)
-    match = looks(
-        PrefixVerbs.match, lambda of, keys, remote=False: None if remote else of.reader.match(keys, of.groups)
-    )
-    match_tokens = waits(PrefixVerbs.match_tokens)
-    prefix_length = looks(PrefixVerbs.prefix_length, lambda of, keys: of.reader.prefix_length(keys, of.groups))
+    match = looks(ChainVerbs.match, lambda of, keys, remote=False: None if remote else of.reader.match(keys, of.groups))
+    match_tokens = waits(ChainVerbs.match_tokens)
+    prefix_length = looks(ChainVerbs.prefix_length, lambda of, keys: of.reader.prefix_length(keys, of.groups))
 
     def __init__(self, thread: LoopThread, inner: V, lease: type[H]) -> None:
         super().__init__(thread, inner)
