@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvtier import errors
 from kvtier.abi import attach, memory
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
+from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
@@ -29,7 +30,7 @@ from kvtier.chains import Asked
 from kvtier.deadline import PASSED, Deadline, Fence, Stream
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import Gpu
-from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
+from kvtier.memory.tiers import CpuMemory, Memory, View, map_device
 from kvtier.session import Session
 from kvtier.transport import Link, Response, Stubs, send
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
@@ -338,7 +339,7 @@ class Binder:
                 try:
                     handle = attach.CudaHandle(told.cuda.uuid, told.cuda.nbytes)
                     device = await map_device(segments.fds[attach.CUDA], handle)
-                except CannotMap as error:
+                except (CudaUnavailable, CudaError) as error:
                     unmapped[Tier.DEVICE] = str(error)
             arena = MappedArena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)
         finally:

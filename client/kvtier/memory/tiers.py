@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Copies, joined
-from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.page_locks import PageLocks
 from kvtier.abi.cuda.views import DevicePool, DeviceView
@@ -169,12 +168,8 @@ def _row_runs(pools: Sequence[Pool], slots: NDArray[np.intp], rows: Sequence[Row
     return np.concatenate(parts, axis=1)
 
 
-class CannotMap(Exception):
-    """This process cannot map the memory; the message says why."""
-
-
 async def map_device(fd: int, told: attach.CudaHandle) -> Callable[[ArenaLayout], CudaMemory]:
-    """Maps the memory of a descriptor, which the caller keeps. Raises :class:`CannotMap`."""
+    """Maps the memory of a descriptor, which the caller keeps. Raises :class:`CudaUnavailable`, :class:`CudaError`."""
     kept = os.dup(fd)
 
     def open_and_map() -> tuple[Gpu, DeviceMemory]:
@@ -188,18 +183,10 @@ async def map_device(fd: int, told: attach.CudaHandle) -> Callable[[ArenaLayout]
 
     # In a thread, since CUDA starts slowly. A cancelled caller leaves the thread running: it has its own descriptor.
     opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
-    opening.add_done_callback(_heard)
-    try:
-        gpu, memory = await asyncio.shield(opening)
-    except (CudaUnavailable, CudaError) as error:
-        raise CannotMap(str(error)) from error
+    # Read, so that asyncio does not log a failure whose caller has gone.
+    opening.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    gpu, memory = await asyncio.shield(opening)
     return partial(CudaMemory, gpu, memory)
-
-
-def _heard(opening: asyncio.Future[Any]) -> None:
-    """Reads the outcome, so that asyncio does not log a failure whose caller has gone."""
-    if not opening.cancelled():
-        opening.exception()
 
 
 class CudaMemory:
