@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.abi.cuda.driver import Address, Driver
+from kvtier.abi.cuda.driver import Driver
 from kvtier.abi.cuda.errors import CudaUnavailable
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.bench.host import CACHE, PrivateCache, Result, interleaved, new_chain, private_cache, timed
@@ -87,14 +87,11 @@ def bare_copies(device: str, piece_bytes: int, pieces: int) -> Iterator[BareCopy
 
         async def copy(count: int, source: Tier) -> float:
             read, written = (memory, host) if source is Tier.DEVICE else (host, memory)
-            dsts = [Address(written + place * piece_bytes) for place in places[:count]]
-            srcs = [Address(read + index * piece_bytes) for index in range(count)]
+            dsts = [written + place * piece_bytes for place in places[:count]]
+            srcs = [read + index * piece_bytes for index in range(count)]
+            copies, locked = np.array([dsts, srcs, [piece_bytes] * count]), np.ones(count, np.bool_)
             started = time.perf_counter()
-            if driver.features.batch_copy:
-                driver.copy_batch(dsts, srcs, [piece_bytes] * count, stream)
-            else:
-                for dst, src in zip(dsts, srcs, strict=True):
-                    driver.copy(dst, src, piece_bytes, stream)
+            driver.copy_many(copies, locked, stream)
             driver.record(event, stream)
             while not driver.done(event):
                 pass
