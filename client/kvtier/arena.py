@@ -33,9 +33,9 @@ from kvtier.memory.gpu import Gpu
 from kvtier.memory.tiers import CpuMemory, Memory, View, map_device
 from kvtier.session import Session
 from kvtier.transport import Link, Response, Stubs, send
-from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
+from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtier.wire import Budgets, budgets_to_wire, cache_info, message, options_to_wire, spec_to_wire
+from kvtier.wire import Budgets, as_tier, budgets_to_wire, cache_info, message, options_to_wire, spec_to_wire
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
@@ -164,7 +164,6 @@ _GIVE_BACK_S: Final = 1.0
 """Seconds for one attempt to give leases back; attempts repeat while the daemon does not answer."""
 UNHEARD: Final = (asyncio.CancelledError, errors.DeadlineExceeded, errors.DaemonUnavailable)
 """Errors after which the daemon may have carried out the call although the client got no answer."""
-_TIER_OF: Final = {str(tier): tier for tier in TIERS}
 _FOLLOW_S: Final = 60.0
 """Seconds that a restarted daemon has to open a cache. After that, reads without calls end."""
 
@@ -332,7 +331,7 @@ class Binder:
     async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> MappedArena:
         segments = await link.attach.map(cache_id, write=self.write)
         told = segments.told
-        unmapped = {_TIER_OF[name]: why for name, why in told.unmapped.items()}
+        unmapped = {as_tier(name): why for name, why in told.unmapped.items()}
         try:
             device = None
             if told.HasField("cuda"):

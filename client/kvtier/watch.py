@@ -179,7 +179,8 @@ class Watch:
 
     async def __aenter__(self) -> Self:
         """Begins a watch that starts now. Raises :class:`kvtier.errors.DaemonUnavailable`."""
-        if self._begins_now:
+        elsewhere = self._start.oldest or self._start.since_time_ns is not None or self._snapshot_pending
+        if self.cursor is None and not elsewhere:
             await self._session.call(self._pin, Deadline(self._silence_s))
         return self
 
@@ -249,11 +250,6 @@ class Watch:
             cursor = self.cursor or await self._pin(link)
             request.since.epoch, request.since.id = cursor.epoch, cursor.id
         return request
-
-    @property
-    def _begins_now(self) -> bool:
-        elsewhere = self._start.oldest or self._start.since_time_ns is not None or self._snapshot_pending
-        return self.cursor is None and not elsewhere
 
     async def _pin(self, link: Link) -> Cursor:
         """Ties "now" to an id, so that a break before the first batch loses nothing. Needs only the right to watch.

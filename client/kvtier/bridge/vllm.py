@@ -144,17 +144,15 @@ class PublishedGroup:
     def difference(self, new: PublishedGroup) -> tuple[list[Change], list[Change]]:
         """The changes from this group to the new one, in the order to publish. Returns the blocks that are gone or
         whose key now means another block; then blocks that are new or in other tiers."""
-        gone = [Change(block, block.residency, 0) for block in self.blocks.values() if not new.has(block)]
-        kept = {key: block.residency for key, block in self.blocks.items()}
-        for change in gone:
-            del kept[change.block.key]
+        kept: dict[bytes, int] = {}
+        gone: list[Change] = []
+        for key, block in self.blocks.items():
+            if key in new.blocks and replace(new.blocks[key], residency=block.residency) == block:
+                kept[key] = block.residency
+            else:
+                gone.append(Change(block, block.residency, 0))
         changes = (Change(block, kept.get(key, 0), block.residency) for key, block in new.blocks.items())
         return gone, [change for change in changes if change.before != change.after]
-
-    def has(self, block: PublishedBlock) -> bool:
-        """Whether the key means the same block here, in any tier."""
-        mine = self.blocks.get(block.key)
-        return mine is not None and replace(mine, residency=block.residency) == block
 
 
 class VllmEvents:

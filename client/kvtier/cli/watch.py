@@ -134,7 +134,8 @@ async def _follow(
     with Interrupts() as interrupts:
         try:
             async with await daemon.connect() as client:
-                _end_when_nobody_reads(interrupts)
+                if stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode):  # end when its reader closes it
+                    asyncio.get_running_loop().add_reader(sys.stdout.fileno(), interrupts.end_task)
                 await warn_of_silence(client, options["caches"], options["groups"])
                 last = None if follow else await _newest(client, options["caches"])
                 show, concerned = _shown(lines, interrupts), set[str]()
@@ -183,12 +184,6 @@ async def _newest(client: AsyncClient, caches: Collection[str]) -> int | None:
     """Returns the id of the newest event. Ids rise over all epochs."""
     async with client.watch(caches=caches) as watch:
         return watch.cursor.id if watch.cursor is not None else None
-
-
-def _end_when_nobody_reads(interrupts: Interrupts) -> None:
-    """Ends the task as soon as the reader of a pipe closes it, not only at the next line."""
-    if stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode):
-        asyncio.get_running_loop().add_reader(sys.stdout.fileno(), interrupts.end_task)
 
 
 def _shown(lines: Lines | None, interrupts: Interrupts) -> Callable[[WatchItem], None]:

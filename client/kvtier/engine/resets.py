@@ -53,8 +53,8 @@ class PendingReset:
     async def carry_out(self, cache: Cache) -> bool:
         """Resets the cache, and ends the resets begun before the call if no block is held. Returns whether they ended;
         raises the errors of :meth:`kvtier.Cache.reset`."""
-        begun = self._begun
-        report = await cache.reset(force=True, repeats=self._repeats)
+        begun, (answered, generation) = self._begun, self._answered
+        report = await cache.reset(force=True, repeats=generation if answered == begun else 0)
         self._answered = begun, report.generation
         if report.kept:
             return False
@@ -65,9 +65,3 @@ class PendingReset:
             except OSError as error:
                 _log.warning("kvtier: the next engine resets the cache once more: %s", error)
         return True
-
-    @property
-    def _repeats(self) -> int:
-        """Generation of the reset that is asked for again; 0 = a new reset."""
-        begun, generation = self._answered
-        return generation if begun == self._begun else 0

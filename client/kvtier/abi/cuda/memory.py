@@ -35,8 +35,12 @@ class DeviceMemory:
         """Allocates memory, its bytes not set, that other processes can have if the device allows it. Raises
         :class:`~kvtier.abi.cuda.errors.CudaOutOfMemory`, or another ``CudaError``, and then keeps nothing."""
         _checked(nbytes)
-        why_not = _why_not_shared(driver)
-        if why_not is None:
+        why_not: str | None = None
+        if not driver.features.vmm:
+            why_not = f"{driver.name} has no virtual memory management"
+        elif not driver.features.posix_fd:
+            why_not = f"{driver.name} cannot export memory as a file descriptor"
+        else:
             try:
                 return cls._mapping(driver, driver.create(_rounded(driver, nbytes)), nbytes, driver.export_fd)
             except (CudaOutOfMemory, CudaLost):
@@ -90,14 +94,6 @@ class DeviceMemory:
         later."""
         self._garbage.detach()
         self._garbage = _finalized(self, ending)
-
-
-def _why_not_shared(driver: Driver) -> str | None:
-    if not driver.features.vmm:
-        return f"{driver.name} has no virtual memory management"
-    if not driver.features.posix_fd:
-        return f"{driver.name} cannot export memory as a file descriptor"
-    return None
 
 
 def _rounded(driver: Driver, nbytes: int) -> int:
