@@ -1,7 +1,9 @@
 """The core on real traffic: what three tiers hit, and what each policy of eviction does."""
 
 import asyncio
+from collections import OrderedDict
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -12,8 +14,8 @@ from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import TIERS, Key
 from kvtierd.core.policy import Policy
 from kvtierd.simulate.host import Host
-from tests.unit.client.test_oracle import EXTRACT, prefix_lru_hits
 
+EXTRACT: Final = Path(__file__).parents[3] / "examples/traces/conversation-extract.jsonl"
 THREE_TIERS: Final = (200, 800, 6_000)
 
 LFUDA: Final = {(2_000,): 1.15, (6_000,): 1.0, (200, 1_800): 1.1, THREE_TIERS: 1.0}
@@ -51,6 +53,20 @@ def test_lfuda_finds_more_than_lru(slots: tuple[int, ...]) -> None:
     for each in replays.values():
         check(each.core)
     assert replays["lfuda"].hits >= LFUDA[slots] * replays["lru"].hits
+
+
+def prefix_lru_hits(sent: list[Request], blocks: int) -> int:
+    """Prefix hits, before insertion, in one LRU of so many blocks. Tails are touched first: prefixes outlive them."""
+    recency: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in sent:
+        hits += next((n for n, block in enumerate(request) if block not in recency), len(request))
+        for block in reversed(request):
+            recency[block] = None
+            recency.move_to_end(block)
+        while len(recency) > blocks:
+            recency.popitem(last=False)
+    return hits
 
 
 def test_three_tiers_hit_more_than_an_lru_of_the_disks_size() -> None:

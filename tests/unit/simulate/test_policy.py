@@ -16,7 +16,7 @@ from kvtierd.core.ids import Key, Tier
 from kvtierd.core.policy import Policy
 from kvtierd.simulate.host import GROUP, Host
 from kvtierd.simulate.policy import BELADY, POLICIES, blocks_found
-from tests.unit.client.test_oracle import EXTRACT
+from tests.unit.core.test_trace_ratio import EXTRACT
 from tests.unit.simulate import traffic
 
 
