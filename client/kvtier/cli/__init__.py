@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -17,33 +17,25 @@ import click
 
 from kvtier.cli.options import CommandGroup, connection_options
 
-_MODULES: Final[Mapping[str, str]] = {
-    "bench": "bench",
-    "blocks": "blocks",
-    "bridge": "bridge",
-    "cache": "caches",
-    "doctor": "doctor",
-    "drop": "blocks",
-    "explain": "explain",
-    "get": "payload",
-    "hint": "blocks",
-    "install-service": "service",
-    "kick": "status",
-    "leases": "status",
-    "locate": "locate",
-    "move": "blocks",
-    "pin": "blocks",
-    "ping": "service",
-    "put": "payload",
-    "remote": "remote",
-    "replay": "replay",
-    "reset": "caches",
-    "simulate": "simulate",
-    "status": "status",
-    "top": "top",
-    "unpin": "blocks",
-    "watch": "watch",
+_COMMANDS: Final[Mapping[str, Sequence[str]]] = {
+    "bench": ["bench"],
+    "blocks": ["blocks", "drop", "hint", "move", "pin", "unpin"],
+    "bridge": ["bridge"],
+    "caches": ["cache", "reset"],
+    "doctor": ["doctor"],
+    "explain": ["explain"],
+    "locate": ["locate"],
+    "payload": ["get", "put"],
+    "remote": ["remote"],
+    "replay": ["replay"],
+    "service": ["install-service", "ping"],
+    "simulate": ["simulate"],
+    "status": ["kick", "leases", "status"],
+    "top": ["top"],
+    "watch": ["watch"],
 }
+"""The commands of each module."""
+_MODULES: Final = {name: module for module, names in _COMMANDS.items() for name in names}
 
 
 class _Commands(CommandGroup):
@@ -56,7 +48,7 @@ class _Commands(CommandGroup):
             raise SystemExit(128 + signal.SIGINT) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_MODULES)
+        return sorted(_MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _MODULES:
