@@ -46,7 +46,7 @@ from kvtier.types import (
     Tier,
 )
 from kvtier.v1 import admin_pb2, caches_pb2
-from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
+from kvtier.watch import DEFAULT_HEARTBEAT_S, Start, Watch, watch_filter
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
@@ -195,7 +195,7 @@ class AsyncClient:
 
         Starts when entered (``async with``) or first iterated: now, after ``since``, at the ``oldest`` held event, with
         a ``snapshot`` of the present state, or at ``since_time_ns`` (since the Unix epoch). Empty filters pass all
-        events; ``keys`` are prefixes of block keys: see :class:`kvtier.watch.Filter`. Yields
+        events; ``keys`` are prefixes of block keys: see :func:`kvtier.watch.watch_filter`. Yields
         :data:`kvtier.events.WatchItem`; ``heartbeats`` and ``breaks`` add items about the stream itself.
 
         Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted` if
@@ -204,7 +204,7 @@ class AsyncClient:
         return Watch(
             self._session,
             Start(since, oldest, snapshot, since_time_ns),
-            Filter(types, causes, tiers, caches, groups, keys),
+            watch_filter(types=types, causes=causes, tiers=tiers, caches=caches, groups=groups, keys=keys),
             heartbeats=heartbeats,
             breaks=breaks,
             heartbeat_s=heartbeat_s,
@@ -249,7 +249,7 @@ class AsyncClient:
         log = Watch(
             self._session,
             Start(oldest=True),
-            Filter(keys=now.keys or [asked], caches=[] if cache is None else [cache]),
+            watch_filter(keys=now.keys or [asked], caches=[] if cache is None else [cache]),
             heartbeats=True,
             heartbeat_s=LOG_END_S,
         )

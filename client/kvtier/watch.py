@@ -44,8 +44,15 @@ _MISSED_HEARTBEATS: Final = 4
 """Heartbeats missed before the watch takes the daemon, or the way to it, for hanging."""
 
 
-@dataclass(slots=True, frozen=True)
-class Filter:
+def watch_filter(
+    *,
+    types: Collection[EventType] = (),
+    causes: Collection[Cause] = (),
+    tiers: Collection[AnyTier] = (),
+    caches: Collection[str] = (),
+    groups: Collection[int] = (),
+    keys: Collection[bytes | str] = (),
+) -> events_pb2.WatchFilter:
     """Selects events; an empty set lets everything through. Raises :class:`InvalidArgument`.
 
     Args:
@@ -54,38 +61,26 @@ class Filter:
         keys: at most 64 prefixes of block keys, bytes or hex, 1 to 32 bytes each. Events and slices shrink to the
             blocks that match; created and cleared concern every key and pass.
     """
-
-    types: Collection[EventType] = ()
-    causes: Collection[Cause] = ()
-    tiers: Collection[AnyTier] = ()
-    caches: Collection[str] = ()
-    groups: Collection[int] = ()
-    keys: Collection[bytes | str] = ()
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            values = getattr(self, name)
-            if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
-                raise errors.InvalidArgument(name, values, "a list, even of one")
-        for name, kind in (("types", EventType), ("causes", Cause)):
-            for index, each in enumerate(getattr(self, name)):
-                errors.require_kind(f"{name}[{index}]", each, kind)
-        for index, group in enumerate(self.groups):
-            errors.require_within(f"groups[{index}]", group, 0, MAX_GROUPS - 1)
-        if len(self.keys) > MAX_KEY_PREFIXES:
-            raise errors.InvalidArgument("keys", f"{len(self.keys)} prefixes", f"at most {MAX_KEY_PREFIXES}")
-        for index, key in enumerate(self.keys):
-            key_prefix(f"keys[{index}]", key)
-
-    def to_wire(self) -> events_pb2.WatchFilter:
-        return events_pb2.WatchFilter(
-            types=[events_pb2.EventType.ValueType(each) for each in self.types],
-            causes=[common_pb2.Cause.ValueType(each) for each in self.causes],
-            tiers=[tier_to_wire(each) for each in self.tiers],
-            caches=self.caches,
-            groups=self.groups,
-            key_prefixes=[key_prefix("keys", key) for key in self.keys],
-        )
+    given = {"types": types, "causes": causes, "tiers": tiers, "caches": caches, "groups": groups, "keys": keys}
+    for name, values in given.items():
+        if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
+            raise errors.InvalidArgument(name, values, "a list, even of one")
+    for index, type_ in enumerate(types):
+        errors.require_kind(f"types[{index}]", type_, EventType)
+    for index, cause in enumerate(causes):
+        errors.require_kind(f"causes[{index}]", cause, Cause)
+    for index, group in enumerate(groups):
+        errors.require_within(f"groups[{index}]", group, 0, MAX_GROUPS - 1)
+    if len(keys) > MAX_KEY_PREFIXES:
+        raise errors.InvalidArgument("keys", f"{len(keys)} prefixes", f"at most {MAX_KEY_PREFIXES}")
+    return events_pb2.WatchFilter(
+        types=[events_pb2.EventType.ValueType(each) for each in types],
+        causes=[common_pb2.Cause.ValueType(each) for each in causes],
+        tiers=[tier_to_wire(each) for each in tiers],
+        caches=caches,
+        groups=groups,
+        key_prefixes=[key_prefix(f"keys[{index}]", key) for index, key in enumerate(keys)],
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,7 +113,7 @@ class Watch:
         self,
         session: Session,
         start: Start,
-        wanted: Filter,
+        wanted: events_pb2.WatchFilter,
         *,
         heartbeats: bool = False,
         breaks: bool = False,
@@ -239,7 +234,7 @@ class Watch:
             await asyncio.sleep(backoff.next())
 
     async def _request(self, link: Link) -> events_pb2.WatchRequest:
-        request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
+        request = events_pb2.WatchRequest(filter=self._filter, heartbeat_ns=int(self._heartbeat_s * 1e9))
         if self._snapshot_pending:
             request.snapshot = True
         elif self.cursor is None and self._start.oldest:
@@ -254,7 +249,7 @@ class Watch:
     async def _pin(self, link: Link) -> Cursor:
         """Ties "now" to an id, so that a break before the first batch loses nothing. Needs only the right to watch.
         Raises :class:`TimeoutError`."""
-        request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
+        request = events_pb2.WatchRequest(filter=self._filter, heartbeat_ns=int(self._heartbeat_s * 1e9))
         async with aclosing(self._batches(link, request)) as batches:
             first = await anext(batches, None)
         if first is None:
