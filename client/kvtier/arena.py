@@ -37,7 +37,6 @@ from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, as_tier, budgets_to_wire, cache_info, message, options_to_wire, spec_to_wire
 
-_SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
 _SERVING: Final = int(ArenaState.SERVING)
 """A plain int in a global: every read compares it twice, and a member of an enumeration is slower to reach."""
@@ -76,9 +75,9 @@ class MappedArena:
         """The index of the cache's blocks; None if the daemon keeps no index."""
         self._states = self._control[:HEADER_BYTES].data.cast("I")
         data = {
-            tier: _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier))
-            for tier, name in _SEGMENTS.items()
-            if name in fds
+            tier: _mapped(fds[str(tier)], write=write, at_least=self.layout.data_bytes(tier))
+            for tier in MAPPED_TIERS
+            if str(tier) in fds
         }
         self._segments: Final = [ref(each) for each in (self._control, *data.values())]
         self._memories: dict[Tier, Memory] = {tier: CpuMemory(self.layout, tier, data[tier]) for tier in data}

@@ -7,12 +7,13 @@ the block's parent.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Final, TypeAlias
 
-import aiofiles
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,7 +21,6 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.errors import InvalidArgument
 
 _KEY_PREFIX: Final = b"kvtier.replay.1\0"
-_READ_BYTES: Final = 1 << 20
 _MAX_ID: Final = 2**64 - 1
 
 BLOCK_GRAIN: Final = 256
@@ -36,24 +36,22 @@ Request: TypeAlias = tuple[int, ...]
 async def arrivals(path: Path, limit: int | None = None) -> list[float]:
     """Seconds at which the first ``limit`` requests arrive, by their ``timestamp`` in milliseconds; without, a second
     apart. Call :func:`read` first, which checks the lines."""
-    async with aiofiles.open(path, encoding="utf-8") as file:
-        lines = [json.loads(line) async for line in file][:limit]
+    lines = map(json.loads, await asyncio.to_thread(_lines, path, limit))
     return [line.get("timestamp", 1000 * number) / 1000 for number, line in enumerate(lines)]
 
 
 async def read(path: Path, limit: int | None = None) -> list[Request]:
     """The first ``limit`` requests, in order of arrival. Raises :class:`InvalidArgument` with the line at fault."""
-    requests: list[Request] = []
     try:
-        async with aiofiles.open(path, encoding="utf-8") as file:
-            while lines := await file.readlines(_READ_BYTES):
-                for line in lines:
-                    if limit is not None and len(requests) == limit:
-                        return requests
-                    requests.append(_request(f"{path}:{len(requests) + 1}", line))
+        lines = await asyncio.to_thread(_lines, path, limit)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument("trace", str(path), f"a readable text file: {error}") from error
-    return requests
+    return [_request(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+
+
+def _lines(path: Path, limit: int | None) -> list[str]:
+    with path.open(encoding="utf-8") as file:
+        return list(islice(file, limit))
 
 
 def _request(where: str, line: str) -> Request:

@@ -189,11 +189,8 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
 
 
 async def _read(field: str, path: Path) -> bytes:
-    import aiofiles  # for clients of TCP alone
-
     try:
-        async with aiofiles.open(Path(path), "rb") as file:
-            return await file.read()
+        return await asyncio.to_thread(Path(path).read_bytes)
     except TypeError as error:
         raise InvalidArgument(field, path, "a path") from error
     except OSError as error:
