@@ -193,12 +193,6 @@ class Lease(Hold):
         secret = self._book.secret_of(self)
         return self.binding.info.name, self.cache.group, self.tier, self.id, secret, self.slots
 
-    def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
-        """Drops the slots that the joined lease no longer holds."""
-        left = {*blank, *held}
-        self._blank = [slot in blank for slot in self._slots]
-        self._set_given_back([index for index, slot in enumerate(self._slots) if slot not in left], True)
-
 
 class WriteLease(Lease):
     """Reserved slots, to be filled through their views and committed."""
@@ -424,7 +418,10 @@ class LeaseBook:
         else:
             lease = WriteLease(*hold)
         lease._exposed = True  # in its ticket
-        lease._narrow(frozenset(reply.blank), frozenset(reply.held))
+        blank = frozenset(reply.blank)
+        held = blank.union(reply.held)
+        lease._blank = [slot in blank for slot in ticket.slots]
+        lease._set_given_back([index for index, slot in enumerate(ticket.slots) if slot not in held], True)
         self.keep([lease])
         return lease
 

@@ -427,15 +427,12 @@ class Recency:
                 before = self._asked.get(group, (0, 0))
                 self._asked[group] = before[0] + asked, before[1] + found
         if not self.due:
-            self._tell_later()
-
-    def _tell_later(self) -> None:
-        self.due = True
-        with suppress(RuntimeError):  # the loop is closed, and the session with it
-            if threading.get_ident() == self._thread:  # the loop is awake in its own thread
-                self._loop.call_later(EVERY_S, self._tell_soon)
-            else:
-                self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
+            self.due = True
+            with suppress(RuntimeError):  # the loop is closed, and the session with it
+                if threading.get_ident() == self._thread:  # the loop is awake in its own thread
+                    self._loop.call_later(EVERY_S, self._tell_soon)
+                else:
+                    self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
 
     async def tell(self) -> None:
         """Sends all notes now. Notes that cannot be sent are lost, which affects the eviction order, never blocks."""
