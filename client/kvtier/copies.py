@@ -14,7 +14,7 @@ from grpc.aio import InternalError, StreamUnaryCall
 
 from kvtier import buffers
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
+from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, StreamError
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
@@ -289,7 +289,7 @@ async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequenc
         if any(key == GO_AHEAD_KEY for key, _ in await call.initial_metadata()):
             while not progress.finished:
                 block, offset = progress.block, progress.offset
-                data = await _cut(blocks, progress.take())
+                data = b"".join(blocks[span.block][span.start : span.stop].data for span in progress.take())
                 part = transfer_pb2.BlockBytes(block=block, offset=offset, data=data)
                 await call.write(transfer_pb2.PutChunk(bytes=part))
         await call.done_writing()
@@ -333,29 +333,13 @@ async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[
             spans = progress.accept(part.block, part.offset, len(part.data))
         except StreamError as error:
             raise DaemonError(str(error), reason="BAD_ANSWER") from error
-        await _paste(rows, spans, part.data)
-        checksums += chunk.checksums
-    _require_equal(b"".join(await digests_of(rows)), checksums)
-
-
-async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:
-    def copy() -> bytes:
-        return b"".join(blocks[span.block][span.start : span.stop].data for span in spans)
-
-    return await buffers.run_copy(copy, sum(span.stop - span.start for span in spans))
-
-
-async def _paste(rows: Sequence[Bytes], spans: Sequence[Span], data: bytes) -> None:
-    source = np.frombuffer(data, dtype=np.uint8)
-
-    def copy() -> None:
-        start = 0
+        source, start = np.frombuffer(part.data, np.uint8), 0
         for span in spans:
             end = start + span.stop - span.start
             np.copyto(rows[span.block][span.start : span.stop], source[start:end])
             start = end
-
-    await buffers.run_copy(copy, len(data))
+        checksums += chunk.checksums
+    _require_equal(b"".join(await digests_of(rows)), checksums)
 
 
 def _require_equal(found: bytes, said: bytes) -> None:
