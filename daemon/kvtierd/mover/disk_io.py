@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from typing import Final
 
 import xxhash
@@ -16,51 +15,7 @@ from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
 from kvtierd.mover.work import Concerns, destination, items_of, target
 from kvtierd.tiers.base import TierError
 from kvtierd.tiers.disk.batch import DiskWrite, Retirement
-from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore
-
-
-@dataclass(slots=True, frozen=True)
-class Ending:
-    """The second half of a batch of ``items`` items.
-
-    ``places``: places in the batch of the writes that have begun. ``failed``: places of items that are not written.
-    ``corrupt``: places of items whose bytes differ from the committed bytes.
-    """
-
-    disk: DiskStore
-    items: int
-    begun: Begun
-    places: Sequence[int]
-    retires: Sequence[Retirement]
-    failed: frozenset[int]
-    corrupt: frozenset[int]
-
-    def __call__(self) -> Faults:
-        return finish([self])
-
-
-def finish(endings: Sequence[Finish]) -> Faults:
-    """Finishes batches of one store, in the order in which they began, with one sync and one transaction.
-
-    Returns:
-        Faults with places counted through all batches.
-
-    Raises:
-        TierIOError: nothing was stored.
-    """
-    mine = [ending for ending in endings if isinstance(ending, Ending)]
-    failed: set[int] = set()
-    corrupt: set[int] = set()
-    places: list[int] = []
-    base = 0
-    for ending in mine:
-        places += [base + place for place in ending.places]
-        failed.update(base + place for place in ending.failed)
-        corrupt.update(base + place for place in ending.corrupt)
-        base += ending.items
-    retires = [retirement for ending in mine for retirement in ending.retires]
-    unstored = mine[0].disk.finish([ending.begun for ending in mine], retires)
-    return Faults(frozenset(failed.union(places[index] for index in unstored)), frozenset(corrupt))
+from kvtierd.tiers.disk.store import DiskRead
 
 
 def write(batch: Batch) -> Finish:
@@ -104,8 +59,12 @@ def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool
     begun = disk.begin(writes)
     if lent:
         wait(begun.moving)
-    items = sum(len(piece.items) for piece in batch)
-    return Ending(disk, items, begun, places, retires, frozenset(failed), frozenset(corrupt))
+
+    def finish() -> Faults:
+        unstored = disk.finish(begun, retires)
+        return Faults(frozenset(failed.union(places[index] for index in unstored)), frozenset(corrupt))
+
+    return finish
 
 
 def _as_committed(runtime: CacheRuntime, group: GroupId, traits: Traits, record: Sequence[memoryview]) -> bool:

@@ -51,7 +51,6 @@ LANES: Final = (
         batch_bytes=32 << 20,  # a disk writes no faster in larger pieces; the next batch is checksummed meanwhile
         carry_out=_write,
         concerns=disk_io.concerns,
-        finish_all=disk_io.finish,
     ),
     Lane(
         "disk-reader",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import Final, TypeVar
 
 from kvtier.abi.cuda.errors import CudaError
@@ -27,8 +27,6 @@ from kvtierd.tiers.mapped import Chaos
 RETIRES_PER_COPY: Final = 4
 """Number of deletions that a batch takes for each copy that it could take: deletions are cheap next to copies."""
 FAILURE_SHOWN_S: Final = 60.0
-TOGETHER: Final = 2
-"""Limit of second halves that are finished as one, in full batches."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +48,6 @@ class Lane:
     carry_out: CarryOut
     concerns: Callable[[CopyPiece], Concerns] | None = None
     """Slots and blocks that no two pieces of a batch may share."""
-    finish_all: Callable[[Sequence[Finish]], Faults] | None = None
-    """Does the second halves of several batches together."""
     batch_bytes: int = 1 << 62
     """Limit of copied bytes in a batch. A single block may be larger."""
     in_turn: bool = False
@@ -82,18 +78,16 @@ class Gathering:
         self._about = set(lane.concerns(piece)) if lane.concerns is not None else set()
         self.pieces = [piece]
 
-    def join(self, more: Gathering, *, size: int = 1) -> bool:
-        """Adds ``more``, which is next in the queue, if both together make up at most ``size`` batches. Returns whether
-        ``more`` was added."""
+    def join(self, more: Gathering) -> bool:
+        """Adds ``more``, which is next in the queue, if both fit in one batch. Returns whether ``more`` was added."""
         lane, runtime = self._lane, self.pieces[0].runtime
         if more.pieces[0].runtime is not runtime or not self._about.isdisjoint(more._about):
             return False
         copies, retires = self._copies + more._copies, self._retires + more._retires
         copied_bytes, device_bytes = self._copied_bytes + more._copied_bytes, self._device_bytes + more._device_bytes
-        blocks = size * lane.batch_blocks
-        if copies > blocks or copied_bytes > size * lane.batch_bytes:
+        if copies > lane.batch_blocks or copied_bytes > lane.batch_bytes:
             return False
-        if retires > blocks * RETIRES_PER_COPY:
+        if retires > lane.batch_blocks * RETIRES_PER_COPY:
             return False
         if runtime.cuda is not None and device_bytes > runtime.cuda.batch_bytes:
             return False  # a small GPU batch keeps no other batch waiting for long
@@ -215,66 +209,33 @@ class LaneThread:
         time.sleep(next(self._delays[chaos]))
 
 
-@dataclass(slots=True)
-class _Begun:
-    """Batches that have begun and will be finished as one."""
-
-    gathered: Gathering
-    finishes: list[Finish]
-    started_ns: int
-
-
 class FinishThread(LaneThread):
-    """Does the second halves of a worker's batches, in order; waiting halves together, if the lane has ``finish_all``.
-    A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time."""
+    """Does the second halves of a worker's batches, in order. A batch's time is counted from the end of the batch
+    before, so the times of a lane add up to its busy time."""
 
-    def __init__(self, name: str, lane: Lane, post: Post) -> None:
+    def __init__(self, name: str, post: Post) -> None:
         super().__init__(name, post)
-        self._lane = lane
+        self._begun: Queue[tuple[Batch, Finish, int] | None] = Queue(maxsize=1)
         self._ended_ns = 0
-        self._changed = threading.Condition()
-        self._waiting: _Begun | None = None
-        self._ending = False
 
-    def put(self, gathered: Gathering, finish: Finish, started_ns: int) -> None:
-        """Queues a second half. Blocks while another batch waits that it cannot join."""
-        with self._changed:
-            while (others := self._waiting) is not None:
-                if self._lane.finish_all is not None and others.gathered.join(gathered, size=TOGETHER):
-                    others.finishes.append(finish)
-                    return
-                self._changed.wait()
-            self._waiting = _Begun(gathered, [finish], started_ns)
-            self._changed.notify()
+    def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
+        """Queues a second half. Blocks while another batch waits."""
+        self._begun.put((batch, finish, started_ns))
 
     def end(self) -> None:
         """Ends the thread after the batches already put."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
+        self._begun.put(None)
 
     def _work(self) -> None:
-        while (begun := self._take()) is not None:
-            self._finish(begun)
+        while (begun := self._begun.get()) is not None:
+            self._finish(*begun)
             del begun  # its views would keep a removed cache's memory until the next batch
 
-    def _take(self) -> _Begun | None:
-        with self._changed:
-            while self._waiting is None and not self._ending:
-                self._changed.wait()
-            begun, self._waiting = self._waiting, None
-            self._changed.notify()
-            return begun
-
-    def _finish(self, begun: _Begun) -> None:
+    def _finish(self, batch: Batch, finish: Finish, started_ns: int) -> None:
         self.busy_since_ns = time.monotonic_ns()
-        finish, *more = begun.finishes
-        if more and self._lane.finish_all is not None:
-            finish = partial(self._lane.finish_all, begun.finishes)
-        pieces = begun.gathered.pieces
-        faults = self._attempt(pieces, finish)
-        turn_ns, self._ended_ns = max(begun.started_ns, self._ended_ns), time.monotonic_ns()
-        self._report(pieces, faults, turn_ns)
+        faults = self._attempt(batch, finish)
+        turn_ns, self._ended_ns = max(started_ns, self._ended_ns), time.monotonic_ns()
+        self._report(batch, faults, turn_ns)
 
 
 class Worker(LaneThread):
@@ -323,7 +284,7 @@ class Worker(LaneThread):
             self._report(batch, done, started_ns)
             return
         self.busy_since_ns = None
-        self._finish_thread.put(gathered, done, started_ns)
+        self._finish_thread.put(batch, done, started_ns)
 
 
 class LaneThreads:
@@ -335,7 +296,7 @@ class LaneThreads:
         self._threads: list[LaneThread] = []
         for number in range(lane.threads):
             name = lane.name if lane.threads == 1 else f"{lane.name}-{number}"
-            finish_thread = FinishThread(f"{name}-finish", lane, post)
+            finish_thread = FinishThread(f"{name}-finish", post)
             self._threads += [finish_thread, Worker(name, lane, self._queue, post, finish_thread)]
         for lane_thread in self._threads:
             lane_thread.thread.start()

@@ -158,35 +158,12 @@ def test_a_failed_sync_fails_what_had_begun_by_then(
     first, second = store.begin([block(1, 1)]), store.begin([block(2, 2)])
 
     monkeypatch.setattr(os, "fdatasync", fails)
-    assert store.finish([first]) == {0}
+    assert store.finish(first) == {0}
     monkeypatch.undo()
-    assert store.finish([second]) == {0}, "its bytes may be among those that the sync lost"
+    assert store.finish(second) == {0}, "its bytes may be among those that the sync lost"
     assert store.write([block(3, 3)]) == frozenset()
     with reopened(store, tmp_path / "store") as (_, recovery):
         assert set(names(recovery, range(9))) == {3}
-
-
-def test_of_batches_finished_as_one_a_sync_that_failed_since_the_first_began_costs_all(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first = store.begin([block(1, 1)])
-    monkeypatch.setattr(os, "fdatasync", fails)
-    assert store.write([block(2, 2)]) == {0}
-    monkeypatch.undo()
-    second = store.begin([block(3, 3)])
-    assert store.finish([first, second]) == {0, 1}
-    with reopened(store, tmp_path / "store") as (_, recovery):
-        assert list(names(recovery, range(9))) == []
-
-
-def test_of_batches_finished_as_one_just_what_the_disk_refused_fails(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pwritev", Faulty(os.pwritev, {4}, short=False))
-    first, second = store.begin([block(1, 1), block(2, 2)]), store.begin([block(3, 3), block(4, 4), block(5, 5)])
-    assert store.finish([first, second]) == {3}
-    monkeypatch.undo()
-    assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}) == {1: "ok", 2: "ok", 3: "ok", 4: "corrupt", 5: "ok"}
 
 
 def test_a_commit_that_the_system_refuses_raises_and_the_store_goes_on(store: DiskStore, tmp_path: Path) -> None:

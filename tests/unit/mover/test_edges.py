@@ -1,7 +1,6 @@
 """Moves go in, results come out once, whatever the threads do."""
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -217,47 +216,3 @@ async def test_a_dead_thread_shows(make_edges: MakeEdges, runtime: CacheRuntime)
         await asyncio.to_thread(thread.join, 30)
     problems = edges.problems()
     assert problems and all("died" in problem for problem in problems)
-
-
-async def test_batches_that_wait_to_be_finished_are_finished_as_one(
-    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
-) -> None:
-    """As far as they make up two; each is told of its own faults."""
-    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
-    finished: list[list[int]] = []
-    taken = threading.Semaphore(0)
-    durable = threading.Event()
-
-    class Ending:
-        def __init__(self, batch: Batch) -> None:
-            self.moves = [int(move.id) for move, _ in items_of(batch)]
-
-        def __call__(self) -> Faults:
-            return finish_all([self])
-
-    def finish_all(endings: Sequence[Finish]) -> Faults:
-        taken.release()
-        assert durable.wait(30)
-        moves = [number for ending in endings if isinstance(ending, Ending) for number in ending.moves]
-        finished.append(moves)
-        return Faults(failed=frozenset(place for place, number in enumerate(moves) if number == 3))
-
-    def begin(batch: Batch) -> Finish:
-        ending = Ending(batch)
-        for number in ending.moves:
-            begun.put(number)
-        return ending
-
-    edges = make_edges([Lane("test-together", (DOWN,), 1, 3, begin, finish_all=finish_all)])
-    for number in range(1, 9):
-        edges.submit(runtime, numbered(number, [number]))
-        assert await asyncio.to_thread(begun.get, timeout=30) == number  # so each is a batch of its own
-        if number == 1:
-            assert taken.acquire(timeout=30)
-    durable.set()
-    await edges.idle()
-
-    assert finished == [[1], [2, 3, 4, 5, 6, 7], [8]]
-    assert [(result.id, result.failed) for result in desk.results] == [
-        (number, frozenset([0] if number == 3 else ())) for number in range(1, 9)
-    ]

@@ -168,7 +168,7 @@ class DiskStore:
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
         """Stores blocks, forgets others and notes uses, in one transaction: :meth:`begin` and :meth:`finish`."""
-        return self.finish([self.begin(writes)], retire, touches, restate)
+        return self.finish(self.begin(writes), retire, touches, restate)
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
         """Begins to write the bytes of blocks. No block is stored before :meth:`finish`, which another thread may call
@@ -199,38 +199,36 @@ class DiskStore:
 
     def finish(
         self,
-        batches: Sequence[Begun],
+        begun: Begun,
         retire: Sequence[Retirement] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """Stores begun batches, with one sync and one transaction, which no end of this process undoes. A crash of the
+        """Stores a begun batch, with one sync and one transaction, which no end of this process undoes. A crash of the
         machine may undo the last transaction as a whole, unless the store is durable.
 
         Args:
-            batches: in the order in which they began. A write moves a block that has another slot.
+            begun: A write moves a block that has another slot.
             retire: blocks to forget, if they are in the given slot. ``touches``: packed keys, in order of use.
             restate: the new retention of blocks on disk.
-        Returns: Indices of failed writes, counted over all batches; their slots hold no block. A write fails, too, if
-            its block's parent is not on disk.
+        Returns: Indices of failed writes; their slots hold no block. A write fails, too, if its block's parent is not
+            on disk.
         Raises: TierIOError: the transaction failed, and had retirements, which are not done, or no writes.
         """
-        writes = [write for begun in batches for write in begun.writes]
-        checksums = [each for begun in batches for each in begun.checksums]
         with self._committing:
             try:
-                planned, failed = self._plan(writes, checksums, frozenset(), retire, touches, restate)
+                planned, failed = self._plan(begun, frozenset(), retire, touches, restate)
             finally:
-                wait([each for begun in batches for each in begun.moving])
-            if lost := self._not_synced(batches):
-                planned, failed = self._plan(writes, checksums, lost, retire, touches, restate)
+                wait(begun.moving)
+            if lost := self._not_synced(begun):
+                planned, failed = self._plan(begun, lost, retire, touches, restate)
             try:
                 self._commit(planned)
             except TierIOError:
-                if retire or not writes:
+                if retire or not begun.writes:
                     raise
-                _log.exception("%d blocks were not stored", len(writes))
-                return frozenset(range(len(writes)))
+                _log.exception("%d blocks were not stored", len(begun.writes))
+                return frozenset(range(len(begun.writes)))
             return failed
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
@@ -319,27 +317,21 @@ class DiskStore:
             raise TierConfigError("parts", f"{nbytes} bytes", f"one record of {table.shape.record_bytes} bytes")
         return table
 
-    def _not_synced(self, batches: Sequence[Begun]) -> frozenset[int]:
+    def _not_synced(self, begun: Begun) -> frozenset[int]:
         """Indices of writes whose bytes did not reach the medium. A failed sync does not tell which bytes were lost, so
         all writes that had begun before it count as lost."""
-        unwritten: set[int] = set()
-        base = 0
-        for begun in batches:
-            unwritten.update(base + number for each in begun.moving for number in each.result())
-            base += len(begun.writes)
-        for group in {write.group for begun in batches for write in begun.writes}:
+        unwritten = frozenset(number for each in begun.moving for number in each.result())
+        for group in {write.group for write in begun.writes}:
             try:
                 self._slabs[group].sync()
             except OSError:
                 _log.exception("%s: sync failed", self._slabs[group].path)
                 self._sync_failures += 1
-        lost = any(begun.sync_failures != self._sync_failures for begun in batches)
-        return frozenset(range(base) if lost else unwritten)
+        return frozenset(range(len(begun.writes))) if begun.sync_failures != self._sync_failures else unwritten
 
     def _plan(
         self,
-        writes: Sequence[DiskWrite],
-        checksums: Sequence[bytes],
+        begun: Begun,
         lost: frozenset[int],
         retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
@@ -352,7 +344,7 @@ class DiskStore:
             if self._index.touch_bytes(group) > most:
                 batch.fold(group)
         batch.retire(retire)
-        failed = batch.put(writes, checksums, lost, self._doubtful)
+        failed = batch.put(begun.writes, begun.checksums, lost, self._doubtful)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:
