@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -29,15 +29,13 @@ class Passage:
     """A batch from the issue of its first copy until no copy of it runs. ``event`` signals the end, once it is
     recorded.
 
-    ``recorded``: set when the event is recorded, or never will be. ``event_failed``: the event says nothing about this
-    batch. ``fault``: why the batch failed.
+    ``event_failed``: the event says nothing about this batch. ``fault``: why the batch failed.
     """
 
     stream: Stream
     event: Event
     reads: Touched
     writes: Touched
-    recorded: threading.Event = field(default_factory=threading.Event)
     event_failed: bool = False
     fault: Exception | None = None
 
@@ -46,58 +44,15 @@ class Passage:
         self.event_failed, self.fault = True, self.fault or error
 
     def clashes(self, other: Passage) -> bool:
-        """Whether the order of the two matters: read after write, write after read, write after write."""
+        """Whether the order of batches on two streams matters: read after write, write after read, write after
+        write."""
+        if self.stream == other.stream:
+            return False
         return _meet(self.writes, other.writes) or _meet(self.writes, other.reads) or _meet(self.reads, other.writes)
 
 
 def _meet(some: Touched, others: Touched) -> bool:
     return any(not slots.isdisjoint(others[place]) for place, slots in some.items() if place in others)
-
-
-class Hazards:
-    """The slots that batches in flight touch, and the batches that a new batch must wait for.
-
-    The core plans no slot that a move touches before that move has ended, and a lease covers a slot read or written for
-    a client. So no batch should ever have to wait. If one of these rules is broken, one stream waits for the other, and
-    bytes are not mixed up. An entry is a batch, not a slot, since few batches are in flight at a time.
-
-    Any thread. Passages of one stream are entered in the order in which they are issued to it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way: dict[Passage, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    def enter(self, passage: Passage) -> list[Passage]:
-        """Enters a batch that is about to be issued. Returns the batches of the other stream that it must wait for."""
-        with self._lock:
-            clashing = [other for other in self._under_way if other.stream != passage.stream and other.clashes(passage)]
-            self._under_way[passage] = None
-        return clashing
-
-    def order(self, after: Iterable[Passage], wait: Callable[[Event], None]) -> None:
-        """Calls ``wait`` with the event of each of these batches that is still in flight.
-
-        Waits until the events are recorded: an event cannot be waited for earlier. Each batch waits only for batches
-        entered before it, so there is no deadlock. No event goes back to the pool during ``wait``. Raises
-        :class:`TierIOError` if an event failed.
-        """
-        for passage in after:
-            passage.recorded.wait()
-            with self._lock:
-                if passage not in self._under_way:
-                    continue
-                if passage.event_failed:
-                    raise TierIOError(0, f"a batch on the same slots cannot be waited for: {passage.fault}")
-                wait(passage.event)
-
-    def leave(self, passage: Passage) -> None:
-        """Removes a batch of which no copy runs any more."""
-        with self._lock:
-            del self._under_way[passage]
 
 
 SPIN_S: Final = 100e-6
@@ -151,13 +106,19 @@ class _Way:
 
 class Traffic:
     """Issues and settles batches, from any thread. Each issued batch is settled once. A lost device gets no more
-    batches."""
+    batches.
+
+    A batch is issued only after the batches of the other stream that touch its slots have ended. Such batches are rare:
+    the core plans no slot that a move touches before that move has ended, and a lease covers the slots of most reads
+    for clients.
+    """
 
     def __init__(self, driver: Driver, device: Losable, locks: PageLocks) -> None:
         self._driver: Final = driver
         self._device: Final = device
         self._locks: Final = locks
-        self._hazards = Hazards()
+        self._changed = threading.Condition()
+        self._under_way: set[Passage] = set()
         self._closed = False
         self._events: deque[Event] = deque()
         """Events of ended batches, for later batches."""
@@ -177,11 +138,12 @@ class Traffic:
     @property
     def under_way(self) -> int:
         """Number of batches that the hardware may be working on."""
-        return len(self._hazards)
+        return len(self._under_way)
 
     def issue(self, direction: Direction, copies: Copies, reads: Touched, writes: Touched) -> Passage:
-        """Begins the copies of a batch, which run in any order. :meth:`settle` must follow. Raises :class:`CudaError`,
-        and :class:`TierIOError` after :meth:`close`; then no copy of the batch can be running."""
+        """Begins the copies of a batch, which run in any order. :meth:`settle` must follow, in any thread but that of a
+        later batch on the same slots. Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`; then no
+        copy of the batch can be running."""
         with self._noticing():
             self._driver.bind()
         way = self._ways[direction]
@@ -191,10 +153,9 @@ class Traffic:
             with self._noticing():
                 event = self._take_event()
             passage = Passage(way.stream, event, reads, writes)
-            clashing = self._hazards.enter(passage)
+            self._enter(passage)
             try:
                 with self._noticing():
-                    self._hazards.order(clashing, lambda theirs: self._driver.wait(way.stream, theirs))
                     if self._device.lost is not None:
                         raise TierIOError(0, f"the device is lost: {self._device.lost}")
                     self._copy(way, copies)
@@ -208,8 +169,6 @@ class Traffic:
                 raise
             except CudaError as error:
                 passage.no_event(error)
-            finally:
-                passage.recorded.set()
         return passage
 
     def ends_soon(self, passage: Passage) -> bool:
@@ -232,7 +191,7 @@ class Traffic:
             self._leave(passage)
             raise
         except CudaError as error:
-            self._device.lose(str(error))
+            self._lose(error)
             raise Unaccounted(f"nobody can say whether copies still run: {error}") from error
         self._leave(passage)
         if passage.fault is not None:
@@ -284,8 +243,13 @@ class Traffic:
         try:
             yield
         except CudaLost as error:
-            self._device.lose(str(error))
+            self._lose(error)
             raise
+
+    def _lose(self, error: CudaError) -> None:
+        self._device.lose(str(error))
+        with self._changed:
+            self._changed.notify_all()
 
     def _take_event(self) -> Event:
         try:
@@ -293,8 +257,16 @@ class Traffic:
         except IndexError:
             return self._driver.event()
 
+    def _enter(self, passage: Passage) -> None:
+        """Waits for batches that clash with this one, unless the device is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._device.lost or not any(map(passage.clashes, self._under_way)))
+            self._under_way.add(passage)
+
     def _leave(self, passage: Passage) -> None:
-        self._hazards.leave(passage)
+        with self._changed:
+            self._under_way.remove(passage)
+            self._changed.notify_all()
         if not passage.event_failed:
             self._events.append(passage.event)
             return

@@ -3,18 +3,19 @@
 import mmap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import BATCH, Driver, Event, Stream
+from kvtier.abi.cuda.driver import BATCH, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.page_locks import PageLocks
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.mover.cuda.plan import Direction
-from kvtierd.mover.cuda.traffic import Hazards, Passage, Touched, Traffic
+from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
 from tests.fake_cuda import load_fake
@@ -107,23 +108,24 @@ def test_slots_with_gaps_keep_what_is_between_them(rig: Rig) -> None:
     assert [rig.value(32 + slot) for slot in range(7)] == [2, 0, 0, 4, 0, 0, 6]
 
 
-def test_streams_wait_for_each_other_at_the_slots_that_they_share(rig: Rig) -> None:
-    """Nobody settles in between. Without the waits this reads what was there before, or writes over what is read."""
-    for turn in range(1, 25):
-        rig.fill(0, turn)
-        up = rig.up(0, 5)
-        down = rig.down(5, 1)  # read after write, of slot 5
-        rig.fill(2, 100 + turn)
-        again = rig.up(2, 5)  # write after read
-        last = rig.down(5, 3)
-        for settle in (up, down, again, last):
-            settle()
-        assert (rig.value(1), rig.value(3)) == (turn, 100 + turn)
+def test_a_batch_waits_for_the_batches_of_the_other_stream_on_its_slots(rig: Rig) -> None:
+    """Without the waits this reads what was there before, or writes over what is read."""
+    with ThreadPoolExecutor() as settling:
+        for turn in range(1, 25):
+            rig.fill(0, turn)
+            rig.fill(2, 100 + turn)
+            settled = [settling.submit(rig.up(0, 5))]
+            settled += [settling.submit(rig.down(5, 1))]  # read after write, of slot 5
+            settled += [settling.submit(rig.up(2, 5))]  # write after read
+            settled += [settling.submit(rig.down(5, 3))]
+            for each in settled:
+                each.result(30)
+            assert (rig.value(1), rig.value(3)) == (turn, 100 + turn)
 
 
 def test_without_that_wait_two_streams_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the test above is to find, planted: the fake knows that nothing orders the two."""
-    monkeypatch.setattr(Hazards, "order", lambda *arguments: None)
+    monkeypatch.setattr(Passage, "clashes", lambda *_: False)
     rig, gate = Rig(), threading.Event()
     rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
     up, down = rig.up(0, 5), rig.down(5, 1)
@@ -132,6 +134,25 @@ def test_without_that_wait_two_streams_race(monkeypatch: pytest.MonkeyPatch) -> 
     gate.set()
     up()
     rig.close()
+
+
+def test_a_batch_that_waits_for_another_ends_with_the_device() -> None:
+    rig, gate = Rig(), threading.Event()
+    rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
+    up = rig.up(0, 5)
+
+    def copy_down() -> None:
+        rig.down(5, 1)()
+
+    with ThreadPoolExecutor(1) as thread:
+        down = thread.submit(copy_down)
+        rig.fake.STATE._lost = rig.fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+        gate.set()
+        with pytest.raises(CudaLost):
+            up()
+        with pytest.raises(CudaLost):
+            down.result(30)
+    assert rig.traffic.close()
 
 
 def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
@@ -158,7 +179,6 @@ def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
 
 CALLS = (
     "cuEventCreate",
-    "cuStreamWaitEvent",
     "cuMemcpyBatchAsync",
     "cuMemcpyAsync",
     "cuEventRecord",
@@ -269,22 +289,6 @@ def test_an_error_of_an_event_fails_its_batch_alone_and_not_before_it_has_ended(
     rig.close()
 
 
-def test_who_shares_slots_with_a_batch_whose_event_failed_fails_as_well() -> None:
-    """There is nothing that its stream could wait for."""
-    rig, gate = Rig(), threading.Event()
-    rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
-    rig.fake.STATE.settings.fail.append(_next(rig.fake, "cuEventRecord", "CUDA_ERROR_INVALID_HANDLE"))
-    up, down, other = rig.up(0, 5), rig.down(5, 1), rig.down(6, 2)
-    with pytest.raises(TierIOError, match="cannot be waited for: cuEventRecord"):
-        down()
-    other()
-    gate.set()
-    with pytest.raises(CudaError, match="cuEventRecord"):
-        up()
-    assert rig.pool.lost is None
-    rig.close()
-
-
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
 def test_a_batch_is_never_over_if_its_stream_cannot_be_asked_either(call: str) -> None:
     rig = Rig(fail=[{"call": each, "code": "CUDA_ERROR_INVALID_VALUE", "times": 0} for each in (call, "cuStreamQuery")])
@@ -339,20 +343,3 @@ def until_locked(locks: PageLocks) -> None:
 def _next(fake: ModuleType, call: str, code: str) -> Failure:
     """The next call of this name fails."""
     return Failure(call, code, after=fake.STATE._calls[call])
-
-
-def test_an_event_is_waited_for_only_once_it_is_recorded() -> None:
-    hazards, waited = Hazards(), list[Event]()
-    slot = at(Tier.DEVICE, 1, slots=1)
-    first = Passage(Stream(1), Event(1), reads={}, writes=slot)
-    hazards.enter(first)
-    clashing = hazards.enter(Passage(Stream(2), Event(2), reads=slot, writes={}))
-    waiter = threading.Thread(target=hazards.order, args=(clashing, waited.append))
-    waiter.start()
-    waiter.join(0.05)
-    assert waiter.is_alive()
-    assert waited == []
-
-    first.recorded.set()
-    waiter.join(30)
-    assert waited == [Event(1)]
