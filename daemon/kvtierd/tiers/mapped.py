@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
@@ -17,21 +17,6 @@ from kvtierd.tiers.base import Bytes
 
 POISON: Final = 0xA5
 POISONED: Final = 4096
-
-
-class _Stretches(NamedTuple):
-    """The places of a pool's slots, or of whole records, in a segment."""
-
-    start: int
-    stride: int
-    nbytes: int
-    slots: int
-
-    @classmethod
-    def of(cls, data: Bytes, rows: Bytes) -> _Stretches:
-        """``rows``: [slots, bytes], a view of ``data``."""
-        start = rows.ctypes.data - data.ctypes.data if rows.size else 0
-        return cls(start, rows.strides[0], rows.shape[1], rows.shape[0])
 
 
 class MappedStore:
@@ -44,8 +29,8 @@ class MappedStore:
     def __init__(self, arena: Arena, tier: Tier) -> None:
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
-        self._padded: list[list[_Stretches]] = []
-        self._memory: memoryview = data.data
+        self._padded: list[list[tuple[memoryview, int]]] = []
+        """All slots of a group in a pool, or as whole records, and the bytes of a slot there."""
         for index, group in enumerate(layout.groups):
             pools = range(len(group.pools))
             self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
@@ -53,7 +38,7 @@ class MappedStore:
                 padded = [layout.record_view(data, index)]
             else:
                 padded = [layout.pool_view(data, tier, index, pool, padding=True) for pool in pools]
-            self._padded.append([_Stretches.of(data, rows) for rows in padded])
+            self._padded.append([(rows.reshape(-1).data, rows.shape[1]) for rows in padded])
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
         if slot < 0:  # numpy would count from the end and hand out another slot's bytes
@@ -61,13 +46,9 @@ class MappedStore:
         return [pool[slot] for pool in self._exact[group]]
 
     def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
-        # Slices of one memoryview are much faster to make than rows of an array.
-        parts: list[memoryview] = []
-        for start, stride, nbytes, slots in self._padded[group]:
-            if not 0 <= slot < slots:
-                raise IndexError(f"slot {slot}")
-            first = start + slot * stride
-            parts.append(self._memory[first : first + nbytes])
+        parts = [rows[slot * nbytes : (slot + 1) * nbytes] for rows, nbytes in self._padded[group]]
+        if slot < 0 or not all(parts):
+            raise IndexError(f"slot {slot}")
         return parts
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
@@ -76,7 +57,6 @@ class MappedStore:
     def close(self) -> None:
         self._exact.clear()
         self._padded.clear()
-        self._memory = memoryview(b"")
 
 
 class HostStore(MappedStore):
