@@ -2,8 +2,23 @@
 
 from typing import NamedTuple
 
-from kvtierd.core.ids import SessionId, Traits
-from kvtierd.core.outcome import Content, Outcome, SlotRef
+from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier, Traits
+from kvtierd.core.outcome import Outcome
+
+
+class SlotRef(NamedTuple):
+    group: GroupId
+    tier: Tier
+    slot: SlotId
+
+
+class Content(NamedTuple):
+    """The block of a memory slot from now on; ``key`` None = none that look-ups may find."""
+
+    ref: SlotRef
+    key: Key | None
+    parent: Key | None
+    traits: Traits
 
 
 class Ownership(NamedTuple):

@@ -9,9 +9,9 @@ import numpy as np
 
 from kvtier.abi.control import SLOT_RECORD_BYTES
 from kvtierd.core.ids import KEY_BYTES, Key, SessionId, SlotId
-from kvtierd.core.outcome import Content as Noted
 from kvtierd.tiers.disk.records import SlotContents, decode_slots, encode_slot, order_of
 from tests.simulation.violation import Violation
+from tests.slot_rows import Content as Noted
 
 Content = bytes
 

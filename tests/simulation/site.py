@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from kvtierd.core.events import BlockChange
 from kvtierd.core.ids import Key, SlotId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Move, SlotRef
+from kvtierd.core.outcome import Move
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.transfers import BlockResult, CommitItem, ListingRow
 from tests.simulation.disk import Disk
@@ -18,6 +18,7 @@ from tests.simulation.mover import Mover
 from tests.simulation.retention import Retentions
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
+from tests.slot_rows import SlotRef
 
 EVERYTHING = 1 << 20
 

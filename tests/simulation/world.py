@@ -16,7 +16,7 @@ from kvtierd.core.events import BlockChange, BlockEvent, Cause, EventSequencer, 
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
+from kvtierd.core.outcome import Grant, Outcome, RefusalReason
 from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WriteMode
 from kvtierd.core.removal import Drop, DropResult
 from kvtierd.core.slots import SlotState
@@ -31,7 +31,7 @@ from tests.simulation.remains import Died, Lifetime, Remains
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
 from tests.simulation.violation import require
-from tests.slot_rows import begun, contents, filled, owners, restated
+from tests.slot_rows import SlotRef, begun, contents, filled, owners, restated
 
 CACHE: Final = CacheId(1)
 DRAIN_BOUND: Final = 2000

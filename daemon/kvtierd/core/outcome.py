@@ -33,24 +33,6 @@ from kvtierd.core.ids import (
 from kvtierd.core.policy import Policy
 
 
-class SlotRef(NamedTuple):
-    """A slot, named together with its tier and group."""
-
-    group: GroupId
-    tier: Tier
-    slot: SlotId
-
-
-class Content(NamedTuple):
-    """The content of a memory slot from now on, for a restarted daemon to know. ``key`` None: a block that look-ups
-    must not find, though its bytes stay for their holders."""
-
-    ref: SlotRef
-    key: Key | None
-    parent: Key | None
-    traits: Traits
-
-
 @dataclass(slots=True, eq=False)
 class SlotChanges:
     """Changes of the slots of one group in one tier, so a slot's number says which slot. Each call has its own.

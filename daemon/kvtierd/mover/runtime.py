@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier.abi.cuda.page_locks import PageLocks
 from kvtier.abi.key_index import ABSENT, IndexEntry
@@ -12,18 +12,15 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import RECOVERED, REMOVED, STORED
-from kvtierd.core.ids import DEVICE, HOST, CacheId, GroupId, Key, SlotId, Tier, Traits
+from kvtierd.core.ids import DEVICE, HOST, CacheId, GroupId, Key, SlotId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Content, Move, MoveItem, Outcome, SlotChanges, SlotRef
+from kvtierd.core.outcome import Move, MoveItem, Outcome, SlotChanges
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.cuda.pool import CudaDevice
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.key_index import NOWHERE, At, IndexedBlocks
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
-
-_NONE: Final = Traits(0)
-"""Traits of a slot without a block."""
 
 
 class Unaccounted(Exception):
@@ -132,16 +129,12 @@ class CacheRuntime:
     def end(self, changes: SlotChanges) -> None:
         """Records the blocks that slots hold from now on, and marks the bytes of filled slots as READY."""
         tier, group, arena = changes.tier, changes.group, self.arena
-        if not arena.keeps_records:
-            arena.end_writes(tier, group, changes.filled)
-            return
-        for slot, block in changes.filled.items():
-            arena.note(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
-        for slot in changes.disowned:
-            arena.note(Content(SlotRef(group, tier, slot), None, None, _NONE))
+        if arena.keeps_records:
+            arena.note(tier, group, changes.filled)
+            arena.disown(tier, group, changes.disowned)
         arena.end_writes(tier, group, changes.filled)
-        for slot, block in changes.restated.items():
-            arena.restate(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
+        if arena.keeps_records:
+            arena.restate(tier, group, changes.restated)
 
     def pools(self, group: GroupId) -> int:
         return len(self.spec.groups[group].pools)

@@ -25,7 +25,6 @@ from kvtier.abi import memory
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DAEMON, SlotId, Tier
-from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import TicketRefused
 from kvtierd.mover.runtime import CacheRuntime
@@ -126,7 +125,7 @@ def carry(former: CacheRuntime, arena: Arena, slots: Slots) -> None:
         for block in sorted(set().union(*fitting.values()), key=_rank):
             for tier in (tier for tier in moves if block in moves[tier]):
                 new = moves[tier][block]
-                arena.note(Content(SlotRef(group, tier, new), block.key, block.parent_key, block.traits))
+                arena.note(tier, group, {new: block})
                 arena.copy_slot(tier, group, new, former.arena, _slot(block, tier))
                 arena.end_writes(tier, group, [new])
 

@@ -26,8 +26,8 @@ from kvtier.abi.control import (
 )
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import AbiError
+from kvtierd.core.block import Block
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
-from kvtierd.core.outcome import Content
 from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, NoSegment
@@ -184,27 +184,30 @@ class Arena:
                 raise AssertionError(f"end_writes without begin_writes: {where}, generation {value}")
             generations[slot] = value + 1
 
-    def note(self, content: Content) -> None:
-        """Records the block of a slot for its next generation, or that the slot has no block."""
-        (group, tier, slot), key, _, _ = content
-        if key is None:
+    def note(self, tier: Tier, group: GroupId, blocks: Mapping[SlotId, Block]) -> None:
+        """Records the blocks of slots for the slots' next generation."""
+        generations = self._generation_words[tier, group]
+        for slot, block in blocks.items():
+            self._order += 1
+            self._record(tier, group, slot, block, generations[slot] + 1, self._order)
+
+    def restate(self, tier: Tier, group: GroupId, blocks: Mapping[SlotId, Block]) -> None:
+        """Records other traits for the blocks of READY slots. Generations and the order of use stay. Raises
+        AssertionError for a slot that is not READY."""
+        generations, records = self._generation_words[tier, group], self._records[tier, group]
+        for slot, block in blocks.items():
+            if not is_ready(generations[slot]):
+                raise AssertionError(f"restated: {tier} group {group} slot {slot} is no block's")
+            self._record(tier, group, slot, block, generations[slot], order_of(records, slot))
+
+    def disown(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
+        """Records that slots have no block."""
+        for slot in slots:
             self._write_record(tier, group, slot, bytes(SLOT_RECORD_BYTES))
-            return
-        self._order += 1
-        self._record(content, key, self._generation_words[tier, group][slot] + 1, self._order)
 
-    def restate(self, content: Content) -> None:
-        """Records other traits for the block of a READY slot. Its generation and its place in the order of use stay.
-        Raises AssertionError if the slot is not READY, or ``content`` has no block."""
-        (group, tier, slot), key, _, _ = content
-        generation: int = self._generation_words[tier, group][slot]
-        if key is None or not is_ready(generation):
-            raise AssertionError(f"restated: {tier} group {group} slot {slot}, generation {generation}, is no block's")
-        self._record(content, key, generation, order_of(self._records[tier, group], slot))
-
-    def _record(self, content: Content, key: Key, generation: int, order: int) -> None:
-        (group, tier, slot), _, parent, traits = content
-        self._write_record(tier, group, slot, encode_slot(key, parent, traits, generation, order))
+    def _record(self, tier: Tier, group: GroupId, slot: SlotId, block: Block, generation: int, order: int) -> None:
+        packed = encode_slot(block.key, block.parent_key, block.traits, generation, order)
+        self._write_record(tier, group, slot, packed)
 
     def _write_record(self, tier: Tier, group: GroupId, slot: SlotId, packed: bytes) -> None:
         start = slot * SLOT_RECORD_BYTES

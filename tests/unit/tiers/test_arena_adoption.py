@@ -13,8 +13,8 @@ from kvtier.abi import attach
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
+from kvtierd.core.block import Block
 from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
-from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.service.recovery import NOBODY, OldLife, adopt
@@ -49,8 +49,8 @@ def kept(arena: Arena) -> dict[str, int]:
 
 
 def written(arena: Arena, slot: int, number: int, parent: int | None) -> None:
-    ref = SlotRef(GROUP, Tier.HOST, SlotId(slot))
-    arena.note(Content(ref, key(number), None if parent is None else key(parent), TRAITS))
+    block = Block(key(number), None if parent is None else key(parent), None, TRAITS)
+    arena.note(Tier.HOST, GROUP, {SlotId(slot): block})
     arena.end_writes(Tier.HOST, GROUP, [SlotId(slot)])
 
 
