@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.mover.cuda.plan import Direction
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
+from kvtierd.tiers.cuda.pool import CudaDevice
 
 Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
 
@@ -84,16 +85,6 @@ def wait_until(done: Callable[[], bool]) -> None:
 _log = logging.getLogger(__name__)
 
 
-class Losable(Protocol):
-    """A device that can be lost. ``lost``: why, or None."""
-
-    @property
-    def lost(self) -> str | None: ...
-
-    def lose(self, why: str) -> None:
-        """Marks the device as lost for good. Any thread; a second call does nothing."""
-
-
 @dataclass(slots=True, frozen=True)
 class _Way:
     """``issuing``: held from a batch's entry to its event, so that a stream runs its batches in the order of their
@@ -113,7 +104,7 @@ class Traffic:
     for clients.
     """
 
-    def __init__(self, driver: Driver, device: Losable, locks: PageLocks) -> None:
+    def __init__(self, driver: Driver, device: CudaDevice, locks: PageLocks) -> None:
         self._driver: Final = driver
         self._device: Final = device
         self._locks: Final = locks

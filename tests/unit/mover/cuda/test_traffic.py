@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kvtierd.mover.cuda.plan import Direction
 from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
+from kvtierd.tiers.cuda.pool import CudaDevice
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
 
@@ -46,7 +48,7 @@ class Rig:
         self.host: Bytes = np.frombuffer(mmap.mmap(-1, SLOT * SLOTS), dtype=np.uint8)
         self.locks = PageLocks("rig", self.driver, self.host.ctypes.data, SLOT * SLOTS)
         self.pool = Pool()
-        self.traffic = Traffic(self.driver, self.pool, self.locks)
+        self.traffic = Traffic(self.driver, cast(CudaDevice, self.pool), self.locks)
 
     def on_host(self, slot: int) -> int:
         return self.host.ctypes.data + slot * SLOT
