@@ -1,8 +1,10 @@
-"""What an outcome says of slots, row by row, as tests look at it."""
+"""What an outcome says of slots and blocks, row by row, as tests look at it."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier, Traits
+from kvtierd.core.events import BlockChanges
+from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.outcome import Outcome
 
 
@@ -59,3 +61,16 @@ def restated(outcome: Outcome) -> list[Content]:
         for its in outcome.slots
         for slot, block in its.restated.items()
     ]
+
+
+class BlockChange(NamedTuple):
+    key: Key
+    parent: Key | None
+    residency: int
+    priority: int
+    label: Label | None = None
+    parent_label: Label | None = None
+
+
+def changes(of: BlockChanges) -> Iterator[BlockChange]:
+    return map(BlockChange, of.keys, of.parents, of.residencies, of.priorities, of.labels, of.parent_labels)

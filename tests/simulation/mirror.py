@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Final
 
-from kvtierd.core.events import BlockChange, BlockEvent, Cause, EventType
+from kvtierd.core.events import BlockEvent, Cause, EventType
 from kvtierd.core.ids import Key, Label
 from tests.events_page import told
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.violation import Violation, require
+from tests.slot_rows import BlockChange, changes
 
 LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.LOST, Cause.ANCESTOR)
 """Causes of events of lost bytes, after which a block may be nowhere until its descendants have gone."""
@@ -39,11 +40,11 @@ class Mirror:
             self.blocks.clear()
             self._children.clear()
         if (event.type, event.cause) == (EventType.UPDATED, Cause.REMOTE):
-            for change in event.blocks:
+            for change in changes(event.blocks):
                 require(self.blocks.get(change.key) == change, "a journey beyond the host changes a block")
             return
         handle = self._handlers.get(event.type)
-        for change in event.blocks:
+        for change in changes(event.blocks):
             if (event.type, event.cause) == (EventType.STORED, Cause.COMMIT):
                 self.short.discard(change.key)
             require(change.label == self.label_of(change.key), "a block is told of under another's label")

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvtierd.core.events import BlockChange
 from kvtierd.core.ids import Key, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Move
@@ -18,7 +17,7 @@ from tests.simulation.mover import Mover
 from tests.simulation.retention import Retentions
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
-from tests.slot_rows import SlotRef
+from tests.slot_rows import BlockChange, SlotRef
 
 EVERYTHING = 1 << 20
 

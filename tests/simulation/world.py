@@ -12,7 +12,7 @@ from typing import Final
 
 from kvtierd.core.check import check
 from kvtierd.core.errors import ResetRefused, TierOutOfService
-from kvtierd.core.events import BlockChange, BlockEvent, Cause, EventSequencer, EventType
+from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
@@ -31,7 +31,7 @@ from tests.simulation.remains import Died, Lifetime, Remains
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
 from tests.simulation.violation import require
-from tests.slot_rows import SlotRef, begun, contents, filled, owners, restated
+from tests.slot_rows import BlockChange, SlotRef, begun, changes, contents, filled, owners, restated
 
 CACHE: Final = CacheId(1)
 DRAIN_BOUND: Final = 2000
@@ -547,8 +547,7 @@ class World:
             meanwhile()
             self.seen[f"called while the {tier} was being lost"] += self.steps - before
             self._carry_out(self.core.go_on(self.now))
-        changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
-        left = any(change.residency & tier.bit for change in changes)
+        left = any(change.residency & tier.bit for s in self.sites.values() for change in s.mirror.blocks.values())
         require(not left, f"the {tier} is lost and said to hold blocks")
 
     def lose_bytes(self, site: Site, key: Key, tier: Tier) -> None:
@@ -781,10 +780,10 @@ class World:
         self.seen[f"{event.type.name} {event.cause.name}"] += len(event.blocks)
         self.sites[event.group].mirror.apply(event)
         if event.cause is Cause.WRITE_THROUGH:
-            self.sites[event.group].written_down.update(change.key for change in event.blocks)
+            self.sites[event.group].written_down.update(event.blocks.keys)
         if event.type is EventType.REMOVED:
-            self.sites[event.group].settled -= {change.key for change in event.blocks}
-            gone = {(event.group, change.key) for change in event.blocks}
+            self.sites[event.group].settled -= set(event.blocks.keys)
+            gone = {(event.group, key) for key in event.blocks.keys}
             for request in self.clients.requests.values():
                 if isinstance(request, PrefixRequest):
                     request.removed.update(gone)
@@ -884,5 +883,5 @@ def _may_be_back(ticket: Ticket) -> bool:
 def _ever_in(request: MoveRequest, before: Mapping[Key, BlockChange], outcome: Outcome) -> set[Key]:
     """Returns the blocks that were in the tier at some time of this step."""
     events = [event for event in outcome.events if event.group == request.group]
-    changes = [*before.values(), *(change for event in events for change in event.blocks)]
-    return {change.key for change in changes if change.residency & request.tier.bit}
+    seen = [*before.values(), *(change for event in events for change in changes(event.blocks))]
+    return {change.key for change in seen if change.residency & request.tier.bit}

@@ -7,9 +7,8 @@ change, so that applying an event twice changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
 from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
@@ -27,22 +26,10 @@ DEMAND: Final = Cause.DEMAND
 RECOVERED: Final = Cause.RECOVERED
 
 
-class BlockChange(NamedTuple):
-    """A block after a change. ``residency`` is 0 for a removed block. ``parent_label``: only for a stored block with
-    a parent object, so None in a sliding or flat group."""
-
-    key: Key
-    parent: Key | None
-    residency: int
-    priority: int
-    label: Label | None = None
-    parent_label: Label | None = None
-
-
 @dataclass(slots=True, eq=False)
 class BlockChanges:
-    """The blocks of an event in columns, one place a block; most readers work on columns. Iteration yields
-    :class:`BlockChange` rows."""
+    """The blocks of an event after a change, in columns, one place a block. A removed block has residency 0. A stored
+    block with a parent object has a parent label, so no block of a sliding or flat group has one."""
 
     keys: list[Key] = field(default_factory=list)
     parents: list[Key | None] = field(default_factory=list)
@@ -53,10 +40,6 @@ class BlockChanges:
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def __iter__(self) -> Iterator[BlockChange]:
-        columns = (self.keys, self.parents, self.residencies, self.priorities, self.labels, self.parent_labels)
-        return map(BlockChange, *columns)
 
 
 NO_CHANGES: Final = BlockChanges()

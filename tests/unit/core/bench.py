@@ -300,4 +300,4 @@ class Bench:
     def said(self, since: int = 0) -> Iterator[tuple[EventType, Cause, str]]:
         """Yields (type, cause, names of the blocks) of the events, from the ``since``-th on."""
         for event in self.events[since:]:
-            yield event.type, event.cause, "".join(name_of(change.key) for change in event.blocks)
+            yield event.type, event.cause, "".join(map(name_of, event.blocks.keys))

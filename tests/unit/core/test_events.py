@@ -4,6 +4,7 @@ from itertools import pairwise
 
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
+from tests.slot_rows import changes
 from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key
 
 A_MOVE = Policy().blocks_a_move
@@ -23,7 +24,7 @@ def test_an_update_carries_the_residency_after_it_and_what_the_move_cost() -> No
     assert (event.type, event.cause, event.time_ns) == (EventType.UPDATED, Cause.CAPACITY, 77)
     assert (event.moved_from, event.moved_to, event.moved_bytes) == (DEVICE, HOST, 4096)
     assert (event.queue_ns, event.copy_ns) == (5, 7)
-    (change,) = event.blocks
+    (change,) = changes(event.blocks)
     assert (change.key, change.parent, change.residency, change.priority) == (key("a"), None, HOST.bit, 40)
 
 

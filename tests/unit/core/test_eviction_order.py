@@ -74,7 +74,7 @@ def test_a_priority_travels_up_the_whole_prefix_and_back_when_the_child_goes() -
         (EventType.REMOVED, Cause.EXPLICIT, "c"),
         (EventType.UPDATED, Cause.EXPLICIT, "ba"),
     ]
-    assert [change.priority for change in bench.events[-1].blocks] == [40, 40]
+    assert bench.events[-1].blocks.priorities == [40, 40]
 
 
 def test_a_less_important_child_changes_nothing_above() -> None:

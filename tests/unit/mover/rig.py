@@ -27,6 +27,7 @@ from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore, ReadReport
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
+from tests.slot_rows import changes
 
 GROUP = GroupId(0)
 CACHE = CacheId(1)
@@ -102,7 +103,7 @@ class Hub:
         """Every block's residency set, rebuilt from events alone."""
         rebuilt: dict[Key, int] = {}
         for event in self.events:
-            for change in event.blocks if event.cache == cache else ():
+            for change in changes(event.blocks) if event.cache == cache else ():
                 rebuilt[change.key] = change.residency
         return {block: tiers for block, tiers in rebuilt.items() if tiers}
 
