@@ -12,8 +12,6 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
-from operator import itemgetter
 from typing import Final
 
 from kvtier.abi import attach
@@ -26,7 +24,6 @@ from kvtierd.config import Config
 from kvtierd.config.keys import STAND_IN, DeviceConfig, Share
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, SlotId, Tier
-from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape, Policy
@@ -44,7 +41,6 @@ from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, DaemonGpu, NoSegment
-from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
@@ -216,7 +212,7 @@ class Assembler:
         """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
         host = HostStore(arena) if Tier.HOST in plan.slots else None
         device = self._device(plan, arena)
-        recovered: dict[GroupId, list[RecoveredBlock]] = {}
+        recovered: Mapping[GroupId, Sequence[RecoveredBlock]] = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
         corrupt: Mapping[GroupId, Sequence[Key]] = {}
         if disk is not None and plan.stored:
@@ -224,7 +220,7 @@ class Assembler:
             if found.dropped:
                 says = "records on disk could not be used cache=%s dropped=%d of_these_corrupt=%d"
                 _log.warning(says, plan.name, found.dropped, sum(map(len, found.corrupt.values())))
-            recovered, quarantined, corrupt = _recovered(found), found.quarantined, found.corrupt
+            recovered, quarantined, corrupt = found.records, found.quarantined, found.corrupt
         left: Sequence[LeftLease] = ()
         if old is not None:
             adopted = adopt(arena, plan.shapes, recovered, old)
@@ -348,15 +344,6 @@ def _copies(
         return CudaCopies(plan.name, arena.layout, device, host, segment)
     except CudaError as error:
         raise DeviceIOError(f"cache {plan.name}: no streams to be had: {error}") from error
-
-
-def _recovered(found: Recovery) -> dict[GroupId, list[RecoveredBlock]]:
-    fields = [itemgetter(DiskRecord._fields.index(name)) for name in ("slot", "key", "parent", "traits")]
-    not_in_memory = repeat(None), repeat(None)
-    return {
-        group: list(rows_of(RecoveredBlock, *(map(one, records) for one in fields), *not_in_memory))
-        for group, records in found.records.items()
-    }
 
 
 @dataclass(slots=True, frozen=True)

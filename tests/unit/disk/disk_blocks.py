@@ -103,7 +103,7 @@ def verdicts(store: DiskStore, places: Mapping[Name, int]) -> dict[Name, str]:
 
 
 def places(recovery: Recovery) -> dict[Key, SlotId]:
-    return {record.key: record.slot for record in recovery.records[GROUP]}
+    return {record.key: record.slot for record in recovery.records[GROUP] if record.slot is not None}
 
 
 def names(recovery: Recovery, candidates: Iterable[int | str]) -> list[int | str]:

@@ -79,6 +79,7 @@ def found_on_disk(directory: Path) -> dict[int, tuple[int, int | None]]:
     for record in recovery.records[GROUP]:
         parent = None if record.parent is None else named[record.parent]
         assert parent is None or parent in found
+        assert record.slot is not None
         found[named[record.key]] = (record.slot, parent)
     places = {name: slot for name, (slot, _) in found.items()}
     assert verdicts(store, places) == dict.fromkeys(places, "ok")

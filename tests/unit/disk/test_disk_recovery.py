@@ -62,7 +62,7 @@ def test_the_latest_word_on_a_slots_use_counts() -> None:
     ]
     rows[3] = replace(rows[3], last_use=25)
     found = recover_group(stored(rows, touches), SHAPE)
-    assert [(record.key, record.last_use) for record in found.records] == [
+    assert [(record.key, found.table.last_use[record.slot or 0]) for record in found.records] == [
         (key("c"), 22),
         (key("d"), 25),
         (key("a"), 31),

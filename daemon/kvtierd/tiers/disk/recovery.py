@@ -7,29 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.keys import KEY_DTYPE
-from kvtierd.core.ids import GroupId, Key, SlotId, Traits
+from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.ids import rows as rows_of
-from kvtierd.core.recovery import reachable
+from kvtierd.core.recovery import RecoveredBlock, reachable
 from kvtierd.tiers.disk.batch import GroupTable
 from kvtierd.tiers.disk.index import StoredGroup
 from kvtierd.tiers.disk.records import Counters, decode_records, decode_touches, parents_of, traits_of
 from kvtierd.tiers.disk.slab import SlabShape
-
-
-class DiskRecord(NamedTuple):
-    """A recovered block. ``last_use`` counts uses in its group, not time: greater is later."""
-
-    slot: SlotId
-    key: Key
-    parent: Key | None
-    traits: Traits
-    last_use: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,7 +32,7 @@ class Recovery:
     deleted because they were corrupt, not trusted or not reachable.
     """
 
-    records: Mapping[GroupId, Sequence[DiskRecord]]
+    records: Mapping[GroupId, Sequence[RecoveredBlock]]
     quarantined: Mapping[GroupId, frozenset[SlotId]]
     corrupt: Mapping[GroupId, Sequence[Key]]
     dropped: int
@@ -49,7 +40,7 @@ class Recovery:
 
 @dataclass(slots=True, frozen=True)
 class RecoveredGroup:
-    records: Sequence[DiskRecord]
+    records: Sequence[RecoveredBlock]
     corrupt: Sequence[Key]
     dropped: Sequence[Key]
     table: GroupTable
@@ -76,8 +67,8 @@ def recover_group(stored: StoredGroup, shape: SlabShape) -> RecoveredGroup:
             keys = [keys[place] for place in order]
             parents = [parents[place] for place in order]
     traits = traits_of(rows, stored.records, by_use)
-    uses = last_use[rows["slot"]].tolist()
-    records = list(rows_of(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
+    none = repeat(None)
+    records = list(rows_of(RecoveredBlock, rows["slot"].tolist(), keys, parents, traits, none, none))
     table = GroupTable(shape)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
     return RecoveredGroup(records, corrupt, _others(stored.keys, keys), table)
