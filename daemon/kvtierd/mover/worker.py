@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from queue import Empty, Queue, SimpleQueue
+from queue import Queue
 from typing import Final, TypeVar
 
 from kvtier.abi.cuda.errors import CudaError
@@ -46,7 +46,7 @@ class Lane:
     """Limit of copies in a batch. With ``batch_bytes``, the limit of their bytes, it bounds the time between
     heartbeats."""
     carry_out: CarryOut
-    concerns: Callable[[CopyPiece], Concerns] | None = None
+    concerns: Callable[[CopyPiece], Concerns] = lambda piece: frozenset()
     """Slots and blocks that no two pieces of a batch may share."""
     batch_bytes: int = 1 << 62
     """Limit of copied bytes in a batch. A single block may be larger."""
@@ -67,69 +67,70 @@ class Lane:
 class Gathering:
     """Pieces that are carried out together, with the counts that limit a batch."""
 
-    def __init__(self, lane: Lane, piece: CopyPiece) -> None:
-        count, move = len(piece.items), piece.move
-        nbytes = count * piece.runtime.spec.record_bytes(move.group)
+    def __init__(self, lane: Lane, first: CopyPiece) -> None:
         self._lane = lane
-        self._copies = count if move.dst is not None else 0
-        self._retires = count - self._copies
-        self._copied_bytes = nbytes if move.dst is not None else 0
-        self._device_bytes = nbytes if DEVICE in (move.src, move.dst) else 0
-        self._about = set(lane.concerns(piece)) if lane.concerns is not None else set()
-        self.pieces = [piece]
+        self._counts = _counts(first)
+        self._about = set(lane.concerns(first))
+        self.pieces = [first]
 
-    def join(self, more: Gathering) -> bool:
-        """Adds ``more``, which is next in the queue, if both fit in one batch. Returns whether ``more`` was added."""
-        lane, runtime = self._lane, self.pieces[0].runtime
-        if more.pieces[0].runtime is not runtime or not self._about.isdisjoint(more._about):
+    def join(self, piece: CopyPiece) -> bool:
+        """Adds a piece if it fits in the batch. Returns whether it was added."""
+        lane, runtime, about = self._lane, piece.runtime, self._lane.concerns(piece)
+        if runtime is not self.pieces[0].runtime or not self._about.isdisjoint(about):
             return False
-        copies, retires = self._copies + more._copies, self._retires + more._retires
-        copied_bytes, device_bytes = self._copied_bytes + more._copied_bytes, self._device_bytes + more._device_bytes
+        counts = tuple(mine + more for mine, more in zip(self._counts, _counts(piece), strict=True))
+        copies, retires, copied_bytes, device_bytes = counts
         if copies > lane.batch_blocks or copied_bytes > lane.batch_bytes:
             return False
         if retires > lane.batch_blocks * RETIRES_PER_COPY:
             return False
         if runtime.cuda is not None and device_bytes > runtime.cuda.batch_bytes:
             return False  # a small GPU batch keeps no other batch waiting for long
-        self._copies, self._retires = copies, retires
-        self._copied_bytes, self._device_bytes = copied_bytes, device_bytes
-        self._about |= more._about
-        self.pieces += more.pieces
+        self._counts = counts
+        self._about |= about
+        self.pieces.append(piece)
         return True
+
+
+def _counts(piece: CopyPiece) -> tuple[int, ...]:
+    """Copies, deletions, copied bytes, and copied bytes of the device tier."""
+    count, move = len(piece.items), piece.move
+    if move.dst is None:
+        return 0, count, 0, 0
+    nbytes = count * piece.runtime.spec.record_bytes(move.group)
+    return count, 0, nbytes, nbytes if DEVICE in (move.src, move.dst) else 0
 
 
 class WorkQueue:
     """Queue of pieces from the loop to threads. ``in_turn``: moves take turns, a piece each; otherwise first come,
-    first served.
-
-    Threads wait for tokens, one a piece, in a queue of the standard library. A thread with a token chooses the next
-    piece.
-    """
+    first served."""
 
     def __init__(self, *, in_turn: bool) -> None:
         self._in_turn = in_turn
-        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._changed = threading.Condition()
         self._lines: deque[deque[CopyPiece]] = deque()
         """The remaining pieces of each move, next move first. No line is empty."""
-        self._choosing = threading.Lock()
+        self._stopped = False
 
     def put(self, pieces: Sequence[CopyPiece]) -> None:
         """Adds all pieces of one move, in order."""
-        with self._choosing:
+        with self._changed:
             self._lines.append(deque(pieces))
-        for _ in pieces:
-            self._tokens.put(True)
+            self._changed.notify_all()
 
     def stop(self) -> None:
-        """Makes one thread get None, after the pieces put so far have been taken."""
-        self._tokens.put(False)
+        """Makes every thread get None; queued pieces stay."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
-    def get(self, *, block: bool) -> CopyPiece | None:
-        """Returns the next piece, or None after :meth:`stop`. Raises :class:`queue.Empty` if there is none and
-        ``block`` is false."""
-        if not self._tokens.get(block=block):
-            return None
-        with self._choosing:
+    def get(self, *, wait: bool) -> CopyPiece | None:
+        """Returns the next piece; None after :meth:`stop`, or if there is none and the caller does not wait."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._lines or self._stopped)
+            if self._stopped or not self._lines:
+                return None
             line = self._lines[0]
             piece = line.popleft()
             if not line:
@@ -154,7 +155,7 @@ class LaneThread:
         self.thread = threading.Thread(target=self._work, name=f"kvtierd-{name}", daemon=True)
 
     def abandon(self) -> None:
-        """Makes the thread neither carry out nor report queued pieces."""
+        """Notes that the thread is to end."""
         self._abandoned = True
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
@@ -249,33 +250,18 @@ class Worker(LaneThread):
 
     def _work(self) -> None:
         try:
-            for gathered in self._batches():
-                if not self._abandoned:
-                    self._carry_out(gathered)
+            piece = self._queue.get(wait=True)
+            while piece is not None and not self._abandoned:
+                gathered = Gathering(self._lane, piece)
+                while (piece := self._queue.get(wait=False)) is not None and gathered.join(piece):
+                    pass
+                self._carry_out(gathered.pieces)
+                if piece is None:  # else it did not fit, and begins the next batch
+                    piece = self._queue.get(wait=True)
         finally:
             self._finish_thread.end()
 
-    def _batches(self) -> Iterator[Gathering]:
-        gathered: Gathering | None = None
-        while True:
-            try:
-                piece = self._queue.get(block=gathered is None)
-            except Empty:
-                if gathered is not None:
-                    yield gathered
-                gathered = None
-                continue
-            following = Gathering(self._lane, piece) if piece is not None else None
-            if gathered is not None:
-                if following is not None and gathered.join(following):
-                    continue
-                yield gathered
-            if following is None:
-                return
-            gathered = following
-
-    def _carry_out(self, gathered: Gathering) -> None:
-        batch = gathered.pieces
+    def _carry_out(self, batch: Batch) -> None:
         started_ns = self.busy_since_ns = time.monotonic_ns()
         if (chaos := batch[0].runtime.chaos) is not None:
             self._simulate_latency(chaos)
@@ -291,7 +277,6 @@ class LaneThreads:
     """A lane's queue and threads. Loop thread only."""
 
     def __init__(self, lane: Lane, post: Post) -> None:
-        self._lane = lane
         self._queue = WorkQueue(in_turn=lane.in_turn)
         self._threads: list[LaneThread] = []
         for number in range(lane.threads):
@@ -315,8 +300,7 @@ class LaneThreads:
         """Ends the threads after their present batches; queued pieces are not carried out."""
         for lane_thread in self._threads:
             lane_thread.abandon()
-        for _ in range(self._lane.threads):
-            self._queue.stop()
+        self._queue.stop()
 
     @property
     def gone(self) -> bool:

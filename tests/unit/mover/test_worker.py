@@ -1,7 +1,5 @@
 """Moves that wait take turns, a piece each."""
 
-import queue
-
 import pytest
 
 from kvtierd.core.events import EventSequencer
@@ -25,13 +23,9 @@ def pieces(runtime: CacheRuntime, number: int, count: int) -> list[CopyPiece]:
 def taken(waiting: WorkQueue) -> list[tuple[int, int]]:
     """(move, place) of all that wait, in their order."""
     found: list[tuple[int, int]] = []
-    while True:
-        try:
-            piece = waiting.get(block=False)
-        except queue.Empty:
-            return found
-        assert piece is not None
+    while (piece := waiting.get(wait=False)) is not None:
         found.append((piece.move.id, piece.first))
+    return found
 
 
 def test_a_small_move_waits_for_one_piece_of_a_large_one(runtime: CacheRuntime) -> None:
@@ -45,7 +39,7 @@ def test_a_small_move_waits_for_one_piece_of_a_large_one(runtime: CacheRuntime) 
 def test_who_comes_later_gets_a_turn_as_soon_as_the_others(runtime: CacheRuntime) -> None:
     waiting = WorkQueue(in_turn=True)
     waiting.put(pieces(runtime, 1, 5))
-    first = [waiting.get(block=True) for _ in range(2)]
+    first = [waiting.get(wait=True) for _ in range(2)]
     waiting.put(pieces(runtime, 2, 2))
     assert [piece.first for piece in first if piece is not None] == [0, 1]
     assert taken(waiting) == [(1, 2), (2, 0), (1, 3), (2, 1), (1, 4)]

@@ -98,7 +98,7 @@ async def test_a_fetch_that_nobody_can_account_for_is_no_matter_to_the_rest_of_i
     )
     batch = [CopyPiece(with_disk, each, 0, each.items, 0) for each in moves]
     gathering = Gathering(lane, batch[0])
-    assert all(gathering.join(Gathering(lane, piece)) for piece in batch[1:])
+    assert all(gathering.join(piece) for piece in batch[1:])
     assert gathering.pieces == batch
     begun = await asyncio.to_thread(lane.carry_out, batch)
     assert callable(begun)
