@@ -77,9 +77,9 @@ class StubbornDisk(DiskStore):
         self._pass()
         return self._inner.finish(*arguments, **named)
 
-    def read(self, reads: Sequence[DiskRead]) -> ReadReport:
+    def read(self, reads: Sequence[DiskRead], *, held: bool = True) -> ReadReport:
         self._pass()
-        return self._inner.read(reads)
+        return self._inner.read(reads, held=held)
 
     def sync(self) -> None:
         self._inner.sync()

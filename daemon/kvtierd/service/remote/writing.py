@@ -230,26 +230,13 @@ class Writer:
         remote.put_back(group, moved)
 
     async def _there(self, sources: Sequence[_Source]) -> set[str]:
-        """The names of objects that the store has, perhaps from another host. A child of an absent block counts as
-        absent without a call: writing it again does no harm."""
-        unknown = [source for source in sources if not self._known.of(source.name)]
-        keys, absent = {source.offer.key for source in unknown}, set[Key]()
-
-        async def ask(asked: Sequence[_Source]) -> None:
-            names = [source.name for source in asked]
-            found = await self._store.exists(names) if names else ()
-            there = [name for name, has in zip(names, found, strict=True) if has]
-            self.counts["there and not given"] += sum(self._known.of(name) is False for name in there)
-            self._known.note([name for name in there if self._known.of(name) is None], there=True)
-            absent.update(source.offer.key for source, has in zip(asked, found, strict=True) if not has)
-
-        await ask([source for source in unknown if source.offer.parent not in keys])
-        below = [source for source in unknown if source.offer.parent in keys]  # parents first
-        for source in below:
-            if source.offer.parent in absent:
-                absent.add(source.offer.key)
-        await ask([source for source in below if source.offer.key not in absent])
-        return {source.name for source in sources if source.offer.key not in absent}
+        """The names of objects that the store has, perhaps from another host."""
+        unknown = [source.name for source in sources if not self._known.of(source.name)]
+        found = await self._store.exists(unknown) if unknown else ()
+        there = {name for name, has in zip(unknown, found, strict=True) if has}
+        self.counts["there and not given"] += sum(self._known.of(name) is False for name in there)
+        self._known.note([name for name in there if self._known.of(name) is None], there=True)
+        return there | {source.name for source in sources}.difference(unknown)
 
     async def _same(self, ready: Sequence[tuple[_Source, bytes]]) -> set[str]:
         """The names of objects that the store has with these bytes."""
@@ -327,8 +314,9 @@ def _parts(cache: ServedCache, group: GroupId, offer: Offer) -> Sequence[Bytes] 
     pools = cache.runtime.arena.layout.groups[group].pools
     record = np.frombuffer(mmap.mmap(-1, cache.spec.record_bytes(group)), np.uint8)  # page-aligned
     try:
-        if not cache.runtime.store.peek(DiskRead(group, slot, offer.key, [record.data])):
-            return None
+        report = cache.runtime.store.read([DiskRead(group, slot, offer.key, [record.data])], held=False)
     except TierError:
         return None  # the disk's own reads meet the error, report it and count it
+    if report.failed or report.corrupt:
+        return None
     return [record[pool.record_offset : pool.record_offset + pool.block_bytes] for pool in pools]

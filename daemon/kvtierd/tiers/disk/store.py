@@ -231,8 +231,9 @@ class DiskStore:
                 return frozenset(range(len(begun.writes)))
             return failed
 
-    def read(self, reads: Sequence[DiskRead]) -> ReadReport:
-        """Fetches and verifies blocks. Raises :class:`TierConfigError` like :meth:`begin`, before any read."""
+    def read(self, reads: Sequence[DiskRead], *, held: bool = True) -> ReadReport:
+        """Fetches and verifies blocks. ``held``: False for blocks that may leave their slots meanwhile, which are then
+        not marked as corrupt. Raises :class:`TierConfigError` like :meth:`begin`, before any read."""
         pieces: defaultdict[GroupId, list[SlabRecord]] = defaultdict(list)
         expected: dict[int, bytes] = {}
         corrupt: set[int] = set()
@@ -248,19 +249,9 @@ class DiskStore:
             group, slot, key, parts = reads[number]
             if checksum(parts, key, self._fingerprint) != expected[number]:
                 corrupt.add(number)
-                self._corrupt.add((group, slot))
+                if held:
+                    self._corrupt.add((group, slot))
         return ReadReport(frozenset(failed), frozenset(corrupt))
-
-    def peek(self, read: DiskRead) -> bool:
-        """Reads a block that may leave its slot meanwhile. Returns whether ``parts`` have its verified bytes. Never
-        marks the slot as corrupt. Raises :class:`TierIOError`."""
-        group, slot, key, parts = read
-        table = self._place(group, slot, parts)
-        if table.key_at(slot) != key:
-            return False
-        expected = table.checksum_at(slot)
-        failed = self._slabs[group].read([SlabRecord(0, slot, parts)])
-        return not failed and checksum(parts, key, self._fingerprint) == expected
 
     def sync(self) -> None:
         """Makes earlier calls durable over crashes of the system. Does nothing in a closed store."""
