@@ -187,20 +187,6 @@ async def test_a_process_that_dies_is_replaced(shared_url: str) -> None:
     assert hosts(os.getpid()) == before
 
 
-async def test_a_process_that_dies_again_is_started_after_a_pause(tmp_path: Path) -> None:
-    store = open_store(tmp_path.as_uri())
-    for _ in range(2):
-        await store.open()
-        (pid,) = hosts(os.getpid())
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RemoteUnavailable, match="has ended: SIGKILL"):
-            await store.exists(["a"])
-    with pytest.raises(RemoteUnavailable, match="died again, and is started in"):
-        await store.exists(["a"])
-    assert not hosts(os.getpid())
-    await store.close()
-
-
 class Liar:
     """An HTTP server that answers every request with the same bytes."""
 

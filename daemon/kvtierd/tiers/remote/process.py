@@ -14,7 +14,6 @@ import mmap
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -32,9 +31,6 @@ _UNIT_BYTES: Final = 1 << 20
 _START_S: Final = 30.0
 _ANSWER_S: Final = 10.0
 """Seconds that a process has to answer a cancelled call before it is killed."""
-_LIVED_S: Final = 60.0
-"""Least seconds of a process's life after which its death costs no pause."""
-_LONGEST_PAUSE_S: Final = 30.0
 _ENDLESS: Final = "its processes do not end"
 
 _log = logging.getLogger(__name__)
@@ -69,10 +65,6 @@ class Hosting:
     room_bytes: int
     memory_bytes: int
     replaces: bool
-
-
-class _Died(RemoteUnavailable):
-    """The process ended."""
 
 
 class _Room:
@@ -122,7 +114,6 @@ class _StoreProcess:
         self.callers = 0
         """Calls that have chosen this process, even if their request is not sent yet."""
         self.calls: Final[dict[int, asyncio.Future[Any]]] = {}
-        self.started: Final = time.monotonic()
         self.killed = False
         self._cancels: Final = hosting.cancels
         self._room: Final = room
@@ -259,14 +250,14 @@ class _StoreProcess:
                 self.calls.popitem()[1].set_exception(self._gone())
 
     def _gone(self) -> RemoteUnavailable:
-        return _Died(f"the process for the store has ended: {self.end_reason}")
+        return RemoteUnavailable(f"the process for the store has ended: {self.end_reason}")
 
 
 class ProcessStore:
     """Implements :class:`kvtierd.tiers.remote.base.RemoteStore`: a process with the store makes each call.
 
-    When a process dies, its calls fail, and the next call starts another process. If processes die soon after their
-    start, calls are refused for a pause that doubles with each death.
+    When a process dies, its calls fail, and the next call starts another process. The breaker turns calls away if
+    processes die again and again.
     """
 
     def __init__(self, url: str, hosting: Hosting, whole_url: str, umask: str) -> None:
@@ -283,8 +274,6 @@ class ProcessStore:
         self._workers: Final[list[_StoreProcess]] = []
         self._starting: asyncio.Task[None] | None = None
         self._places: Final = asyncio.Semaphore(hosting.processes * hosting.calls)
-        self._deaths = 0
-        self._paused_until = 0.0
         self._closed = False
 
     @property
@@ -368,14 +357,7 @@ class ProcessStore:
         return min(found, key=lambda each: each.callers, default=None)
 
     async def _start(self) -> None:
-        began = time.monotonic()
-        if (left_s := self._paused_until - began) > 0:
-            raise RemoteUnavailable(f"{self.url}: its process died again, and is started in {left_s:.1f} s")
-        try:
-            worker = await _StoreProcess.start(self._hosting, self._whole_url, self._umask)
-        except _Died as died:
-            self._note_death(began, str(died))
-            raise
+        worker = await _StoreProcess.start(self._hosting, self._whole_url, self._umask)
         self._workers.append(worker)
         worker.reading.add_done_callback(lambda _: self._ended(worker))
 
@@ -387,14 +369,7 @@ class ProcessStore:
     def _ended(self, worker: _StoreProcess) -> None:
         self._workers.remove(worker)
         if not worker.killed:
-            self._note_death(worker.started, worker.end_reason)
-
-    def _note_death(self, started: float, why: str) -> None:
-        now = time.monotonic()
-        self._deaths = self._deaths + 1 if now - started < _LIVED_S else 1
-        pause_s = min(2.0 ** min(self._deaths - 2, 10), _LONGEST_PAUSE_S) if self._deaths > 1 else 0.0
-        self._paused_until = now + pause_s
-        _log.warning("the process for a store died store=%s why=%r pause_s=%g", self.url, why, pause_s)
+            _log.warning("the process for a store died store=%s why=%r", self.url, worker.end_reason)
 
     def _parts(self, sizes: Sequence[int], verb: str) -> Iterator[slice]:
         """Splits objects into runs that fit a call. Raises RemoteRefused for an object that is too large."""
