@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from kvtierd.core.check import check
 from kvtierd.core.errors import ResetRefused, TierOutOfService
@@ -22,6 +22,7 @@ from kvtierd.core.removal import Drop, DropResult
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
+from kvtierd.tiers.arena import Arena
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import Clients, GroupRequest, Holding, MoveRequest, PrefixRequest, Request, SlotsRequest
 from tests.simulation.forest import hash_of, label_of
@@ -86,7 +87,8 @@ class World:
         on_disk = {site.group: site.disk.recover() if site.disk else [] for site in sites}
         adopted = Adopted(on_disk)
         if old is not None:
-            adopted = adopt(Remains(self._memories, self.lifetime.store), shapes, on_disk, old)
+            memory = cast(Arena, Remains(self._memories, self.lifetime.store))
+            adopted = adopt(memory, shapes, on_disk, old)
         for site in sites:
             found = adopted.recovered[site.group]
             for record in found:

@@ -36,12 +36,12 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -58,7 +58,6 @@ from kvtierd.service.cache import CacheSettings
 from kvtierd.service.peer import PeerProcess, command_of
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable
-from kvtierd.tiers.disk.records import SlotContents
 from kvtierd.tiers.memfd import Memfd
 
 SESSIONS: Final = "sessions"
@@ -367,19 +366,6 @@ class OldLife:
     keeper: SessionId
 
 
-class KeptMemory(Protocol):
-    """The part of :class:`kvtierd.tiers.arena.Arena` that adoption needs; the simulator has its own."""
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]: ...
-    def contents(self, tier: Tier, group: GroupId) -> SlotContents: ...
-    def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]: ...
-    def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int: ...
-    def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]: ...
-    def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None: ...
-    def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> object: ...
-
-
 @dataclass(slots=True, frozen=True)
 class Adopted:
     """The blocks and leases of adopted memory. ``recovered``: for ``BlockManager.fill``."""
@@ -393,7 +379,7 @@ class Adopted:
 
 
 def adopt(
-    arena: KeptMemory, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[RecoveredBlock]], old: OldLife
+    arena: Arena, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[RecoveredBlock]], old: OldLife
 ) -> Adopted:
     """Merges the blocks in memory and on disk, and voids all other slots of the arena.
 
@@ -415,7 +401,7 @@ def adopt(
     return adopted
 
 
-def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, RecoveredBlock]:
+def _in_memory(arena: Arena, group: GroupId) -> dict[Key, RecoveredBlock]:
     """Blocks in memory, least recently noted first. If two copies have different parents, the newer copy counts."""
     rows: list[tuple[int, RecoveredBlock]] = []
     for tier in arena.tiers:
@@ -457,7 +443,7 @@ def _kept(merged: Sequence[RecoveredBlock], tier: Tier) -> dict[SlotId, Key]:
     return {one.host: one.key for one in merged if one.host is not None}
 
 
-def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
+def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
     """Leases over every slot that a live process may still touch; other slots lose their owner. A blank slot goes to
     its writer, every other slot to the keeper."""
     blank: dict[SessionId, list[SlotId]] = {}
