@@ -6,7 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -84,29 +85,14 @@ def _within(indices: frozenset[int], base: int, piece: CopyPiece) -> frozenset[i
     return frozenset(i - base + piece.first for i in indices if base <= i < base + len(piece.items))
 
 
-@dataclass(slots=True, frozen=True)
-class SlotRun:
-    """``count`` consecutive slots of a group, copied to as many consecutive slots."""
-
-    group: GroupId
-    src: SlotId
-    dst: SlotId
-    count: int
-
-
-def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[SlotRun]:
-    """Joins (group, source, destination) copies that are adjacent on both sides. The copies of a batch touch no slot
-    twice, so they may run in any order."""
-    run: SlotRun | None = None
-    for group, src, dst in sorted(copies):
-        if run is not None and (group, src, dst) == (run.group, run.src + run.count, run.dst + run.count):
-            run = SlotRun(group, run.src, run.dst, run.count + 1)
-            continue
-        if run is not None:
-            yield run
-        run = SlotRun(group, src, dst, 1)
-    if run is not None:
-        yield run
+def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[tuple[GroupId, slice, slice]]:
+    """Joins (group, source, destination) copies that are adjacent on both sides, whose slots rise with their place in
+    the order. The copies of a batch touch no slot twice, so they may run in any order."""
+    placed = [(group, src - place, dst - place, place) for place, (group, src, dst) in enumerate(sorted(copies))]
+    for (group, src, dst), run in groupby(placed, itemgetter(0, 1, 2)):
+        places = [place for *_, place in run]
+        first, end = places[0], places[-1] + 1
+        yield group, slice(src + first, src + end), slice(dst + first, dst + end)
 
 
 def copy(batch: Batch) -> Faults:
@@ -114,12 +100,9 @@ def copy(batch: Batch) -> Faults:
     ``np.copyto``, which releases the GIL. Many small copies beside a busy thread would be much slower."""
     runtime = batch[0].runtime
     sources, targets = runtime.memory(batch[0].move.src), runtime.memory(target(batch[0].move))
-    for run in runs((move.group, item.src, destination(item)) for move, item in items_of(batch)):
-        for pool in range(runtime.pools(run.group)):
-            np.copyto(
-                targets.pool_array(run.group, pool)[run.dst : run.dst + run.count],
-                sources.pool_array(run.group, pool)[run.src : run.src + run.count],
-            )
+    for group, src, dst in runs((move.group, item.src, destination(item)) for move, item in items_of(batch)):
+        for pool in range(runtime.pools(group)):
+            np.copyto(targets.pool_array(group, pool)[dst], sources.pool_array(group, pool)[src])
     return Faults()
 
 
