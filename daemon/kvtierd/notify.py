@@ -79,11 +79,10 @@ class Notifier:
         """Feeds the watchdog."""
         self._send("WATCHDOG=1")
 
-    def store(self, name: str, fds: Sequence[int]) -> None:
-        """Stores descriptors beyond the end of this process, under a name without colons."""
-        for first in range(0, len(fds), MAX_FDS):
-            # FDPOLL=0: descriptors leave the store when they are removed, not when a poll reports an event.
-            self._send("FDSTORE=1", f"FDNAME={_line(name)}", "FDPOLL=0", fds=fds[first : first + MAX_FDS])
+    def store(self, name: str, fd: int) -> None:
+        """Stores a descriptor beyond the end of this process, under a name without colons."""
+        # FDPOLL=0: descriptors leave the store when they are removed, not when a poll reports an event.
+        self._send("FDSTORE=1", f"FDNAME={_line(name)}", "FDPOLL=0", fds=[fd])
 
     def forget(self, name: str) -> None:
         """Removes all descriptors stored under the name."""

@@ -171,7 +171,7 @@ class Keeper:
         try:
             fds = arena.kept_fds | {_ABOUT: described}
             for segment, fd in fds.items():
-                self._notifier.store(f"{_ARENA}/{cache}/{segment}", [fd])
+                self._notifier.store(f"{_ARENA}/{cache}/{segment}", fd)
         finally:
             os.close(described)
         self._stored[cache] = tuple(fds)
@@ -181,7 +181,7 @@ class Keeper:
     def store_sessions(self, fd: int) -> None:
         """Has the manager keep the roll, in place of an earlier roll."""
         self._notifier.forget(SESSIONS)
-        self._notifier.store(SESSIONS, [fd])
+        self._notifier.store(SESSIONS, fd)
 
     def forget(self, cache: str, only: str | None = None) -> None:
         """Has the manager let go of the cache's arena. ``only``: of this segment alone."""
