@@ -217,7 +217,7 @@ class CudaCopies:
     def _issue_load(self, direction: Direction, load: StagedRecords, places: Collection[int]) -> Passage:
         """Issues copies between the load's records at these places and their device slots."""
         records = load.at(places)
-        device = {(DEVICE, group): frozenset(slots) for group, (slots, _) in records.items()}
+        device = {(DEVICE, group, slot) for group, (slots, _) in records.items() for slot in slots}
         return self._issue_staged(direction, self._sites.plan(direction, records), device)
 
     def _run(self, direction: Direction, buffer: Buffer, group: GroupId, stretches: Sequence[Stretch]) -> None:
@@ -226,7 +226,7 @@ class CudaCopies:
         addresses, sizes = np.array(on_device, np.int64).T
         staged = buffer.address + np.cumsum(sizes) - sizes
         ends = (staged, addresses) if direction is Direction.TO_HOST else (addresses, staged)
-        slots = {(DEVICE, group): {stretch.slot for stretch in stretches}}
+        slots = {(DEVICE, group, stretch.slot) for stretch in stretches}
         try:
             self._traffic.settle(self._issue_staged(direction, np.stack((*ends, sizes)), slots))
         except CudaError as error:
@@ -234,7 +234,8 @@ class CudaCopies:
 
     def _issue_staged(self, direction: Direction, copies: Copies, device: Touched) -> Passage:
         """Issues copies to or from staging memory, which only its borrower uses, so only device slots need ordering."""
-        reads, writes = (device, {}) if direction is Direction.TO_HOST else ({}, device)
+        nothing: Touched = frozenset()
+        reads, writes = (device, nothing) if direction is Direction.TO_HOST else (nothing, device)
         return self._traffic.issue(direction, copies, reads, writes)
 
 
@@ -253,4 +254,4 @@ def _pairs(batch: Batch) -> Pairs:
 
 def _touched(tier: Tier, pairs: Pairs, side: int) -> Touched:
     """Slots of one side of the pairs. ``side``: 0 for the sources, 1 for the destinations."""
-    return {(tier, group): frozenset(slots[side]) for group, slots in pairs.items()}
+    return {(tier, group, slot) for group, slots in pairs.items() for slot in slots[side]}

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,7 +22,7 @@ from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.cuda.pool import CudaDevice
 
-Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
+Touched = Set[tuple[Tier, GroupId, SlotId]]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,11 +49,8 @@ class Passage:
         write."""
         if self.stream == other.stream:
             return False
-        return _meet(self.writes, other.writes) or _meet(self.writes, other.reads) or _meet(self.reads, other.writes)
-
-
-def _meet(some: Touched, others: Touched) -> bool:
-    return any(not slots.isdisjoint(others[place]) for place, slots in some.items() if place in others)
+        ours, theirs = self.reads | self.writes, other.reads | other.writes
+        return not (self.writes.isdisjoint(theirs) and other.writes.isdisjoint(ours))
 
 
 SPIN_S: Final = 100e-6

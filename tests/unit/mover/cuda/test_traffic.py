@@ -89,7 +89,7 @@ class Rig:
 
 
 def at(tier: Tier, first: int, slots: int) -> Touched:
-    return {(tier, GroupId(0)): {SlotId(first + number) for number in range(slots)}}
+    return {(tier, GroupId(0), SlotId(first + number)) for number in range(slots)}
 
 
 @pytest.fixture(params=[13000, 12080], ids=["batches", "one-by-one"])
