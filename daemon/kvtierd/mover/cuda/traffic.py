@@ -55,9 +55,7 @@ class Passage:
 
 SPIN_S: Final = 100e-6
 """A small copy ends within this time, and a sleep would last as long as the copy."""
-SHORTEST_S: Final = 50e-6
-LONGEST_S: Final = 1e-3
-_SHARE: Final = 8
+POLL_S: Final = 100e-6
 
 
 def soon(done: Callable[[], bool]) -> bool:
@@ -70,13 +68,10 @@ def soon(done: Callable[[], bool]) -> bool:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Polls without a sleep at first, then after sleeps of an eighth of the time waited so far, within bounds."""
-    began = time.perf_counter()
-    if soon(done):
-        return
-    while not done():
-        waited = time.perf_counter() - began
-        time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / _SHARE)))
+    """Polls without a sleep at first, then after sleeps."""
+    if not soon(done):
+        while not done():
+            time.sleep(POLL_S)
 
 
 _log = logging.getLogger(__name__)
