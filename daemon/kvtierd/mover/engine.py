@@ -452,10 +452,7 @@ class Engine:
 
     async def settle(self) -> None:
         """Returns when no move is in flight and all completions are delivered."""
-        while self._executor.edges.in_flight():
-            await self._executor.edges.idle()  # all caches: even a forgotten cache with moves must not make this spin
-            for cache in list(self._executor.caches.values()):
-                await self._executor.edges.idle(cache.runtime.id)
+        await self._executor.edges.idle()
 
     async def shutdown(self, deadline_s: float) -> bool:
         """Refuses new and waiting tickets, lets moves end for ``deadline_s`` seconds, and ends the threads. False if
