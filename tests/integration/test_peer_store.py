@@ -64,9 +64,9 @@ async def test_a_chain_comes_as_objects_from_memory_and_disk(far):
         lengths = await store.get(names, into)
         assert lengths[-1] == ABSENT
         for number, key in enumerate(KEYS):
-            said, payload = decode(PLACE, key, BLOCK_BYTES, into[number][: lengths[number]])
-            assert said.parent == (KEYS[number - 1] if number else None)
-            assert (said.traits.priority, said.traits.label) == (70, None)
+            parent, traits, payload = decode(PLACE, key, BLOCK_BYTES, into[number][: lengths[number]])
+            assert parent == (KEYS[number - 1] if number else None)
+            assert (traits.priority, traits.label) == (70, None)
             assert np.array_equal(np.frombuffer(payload, np.uint8), block(key))
         (peer,) = fleet.peers
         assert peer.holding("c", PLACE.fingerprint, GroupId(0), KEYS)[0] == 6
@@ -104,7 +104,7 @@ async def test_each_group_of_windows_gives_its_own(far):
             into = buffers(len(here), object_bytes(nbytes))
             lengths = await store.get(names, into)
             for key, buffer, length, wanted in zip(here, into, lengths, content(VSWA, group, here), strict=True):
-                _, payload = decode(place, key, nbytes, buffer[:length])
+                *_, payload = decode(place, key, nbytes, buffer[:length])
                 assert np.array_equal(np.frombuffer(payload, np.uint8), np.asarray(wanted).reshape(-1).view(np.uint8))
 
 
@@ -120,9 +120,9 @@ async def test_tokens_come_with_the_right_to_see_them(far, tmp_path, allowed):
         await known(store, [PLACE.name(keys[0])])
         (into,) = buffers(1)
         (length,) = await store.get([PLACE.name(keys[0])], [into])
-        said, _ = decode(PLACE, keys[0], BLOCK_BYTES, into[:length])
-        assert said.traits.label is not None and len(said.traits.label.event_hash) == 32
-        assert bool(said.traits.label.tokens) is allowed
+        _, traits, _ = decode(PLACE, keys[0], BLOCK_BYTES, into[:length])
+        assert traits.label is not None and len(traits.label.event_hash) == 32
+        assert bool(traits.label.tokens) is allowed
 
 
 async def test_the_death_of_a_peer_in_a_transfer_is_no_object(far):

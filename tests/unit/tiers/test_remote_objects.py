@@ -52,8 +52,8 @@ def test_a_block_comes_back_with_all_that_is_known_of_it(
     whole = encode(place, key, parent, known, written)
     payload_bytes = sum(len(part) for part in written)
     assert len(whole) <= object_bytes(payload_bytes)
-    remembered, payload = decode(place, key, payload_bytes, memoryview(whole))
-    assert (remembered.parent, remembered.traits) == (parent, known)
+    *remembered, payload = decode(place, key, payload_bytes, memoryview(whole))
+    assert remembered == [parent, known]
     assert payload == b"".join(part.tobytes() for part in written)
     assert parent_in(whole[:LINK_BYTES]) == parent
     assert parse(place.name(key)) == (place, key)

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from kvtierd.core.errors import UnknownLease
-from kvtierd.core.ids import DAEMON, HOST, CacheId, GroupId, Key, Label, LeaseId, Tier
+from kvtierd.core.ids import DAEMON, HOST, CacheId, GroupId, Key, Label, LeaseId, Tier, Traits
 from kvtierd.core.transfers import CommitItem
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError, TicketRefused, UnknownCache
@@ -30,7 +30,7 @@ from kvtierd.service.forgotten import Forgotten, Past
 from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.remote.base import RemoteError
-from kvtierd.tiers.remote.objects import BadObject, GroupPrefix, OtherObjectVersion, Remembered, decode, object_bytes
+from kvtierd.tiers.remote.objects import BadObject, GroupPrefix, OtherObjectVersion, decode, object_bytes
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 32
@@ -47,7 +47,8 @@ class _Got:
     """A block whose bytes have been verified."""
 
     key: Key
-    remembered: Remembered
+    parent: Key | None
+    traits: Traits
     payload: memoryview
     buffer: memoryview
 
@@ -260,7 +261,7 @@ class Fetcher:
         if not chain.past.dropped or not cache.spec.attention(group).chained:
             return got
         for number, one in enumerate(got):
-            parent, path = one.remembered.parent, [one.key]
+            parent, path = one.parent, [one.key]
             if parent is not None and parent not in revisions:
                 path += [parent, *self._engine.manager(cache.id).remote.ancestors(group, parent)]
             revisions[one.key] = max(chain.past.revision(group, path), revisions.get(parent, 0))
@@ -309,7 +310,7 @@ class Fetcher:
     async def _store_blocks(self, cache: ServedCache, chain: Chain, got: Sequence[_Got], seconds: float) -> None:
         """Commits the blocks in the host tier, unless the cache has forgotten blocks since the fetch began."""
         group = chain.place.group
-        grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None, got[0].remembered.parent)
+        grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None, got[0].parent)
         lease = LeaseId(grant.lease or 0)
         try:
             memory = cache.runtime.memory(HOST)
@@ -325,7 +326,7 @@ class Fetcher:
 
             checksums = await self._engine.while_held(cache.id, DAEMON, lease, copy) or [b""] * len(got)
             items = [
-                CommitItem(slot, one.key, one.remembered.parent, *_retention(cache, one.remembered, checksum))
+                CommitItem(slot, one.key, one.parent, *_retention(cache, one.traits, checksum))
                 for slot, one, checksum in zip(grant.slots, got, checksums, strict=True)
             ]
             if self._is_current(cache, chain, got):
@@ -362,10 +363,9 @@ def _verified(
     return found, damaged, others
 
 
-def _retention(cache: ServedCache, remembered: Remembered, checksum: bytes) -> tuple[int, int, Label | None]:
+def _retention(cache: ServedCache, traits: Traits, checksum: bytes) -> tuple[int, int, Label | None]:
     """Priority, duration and label of a fetched block. The label has only the fields that this cache keeps."""
-    options, traits = cache.options, remembered.traits
-    label = traits.label
+    options, label = cache.options, traits.label
     if label is not None and not options.keep_tokens:
         label = replace(label, tokens=b"", scope=b"")
     if label is not None and not options.event_hash:

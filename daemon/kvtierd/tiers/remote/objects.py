@@ -81,14 +81,6 @@ def parse(name: str) -> tuple[GroupPrefix, Key] | None:
     return (place, found) if whole and place.name(found).split("/") == parts else None
 
 
-@dataclass(slots=True, frozen=True)
-class Remembered:
-    """An object's facts about its block, besides the bytes."""
-
-    parent: Key | None
-    traits: Traits
-
-
 class BadObject(Exception):
     """An object does not fit its name. The message tells the difference."""
 
@@ -123,8 +115,10 @@ def encode(place: GroupPrefix, key: Key, parent: Key | None, traits: Traits, par
     return b"".join([checksum.digest(), before, *(part.data for part in parts)])
 
 
-def decode(place: GroupPrefix, key: Key, payload_bytes: int, found: memoryview) -> tuple[Remembered, memoryview]:
-    """Reads an object's header. Returns its contents, and the payload inside ``found``.
+def decode(
+    place: GroupPrefix, key: Key, payload_bytes: int, found: memoryview
+) -> tuple[Key | None, Traits, memoryview]:
+    """Reads an object. Returns parent and traits of its block, and the payload inside ``found``.
 
     Raises:
         OtherObjectVersion: the object is of another version, and was not read further.
@@ -150,7 +144,7 @@ def decode(place: GroupPrefix, key: Key, payload_bytes: int, found: memoryview) 
         raise BadObject("its record cannot be read")
     (traits,) = traits_of(rows, values, np.zeros(1, np.intp))
     (parent,) = parents_of(rows)
-    return Remembered(None if parent is None else Key(parent), traits), found[start:]
+    return None if parent is None else Key(parent), traits, found[start:]
 
 
 def parent_in(begin: bytes) -> Key | None:
