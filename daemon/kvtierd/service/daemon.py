@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
@@ -174,15 +174,7 @@ class Daemon:
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.allow, os.getuid()), self._catalog)
-        self._health: Final = Health(
-            self._engine,
-            self._catalog,
-            self._sessions,
-            lambda: (*self._exposed, *self.config_problems),
-            self._log,
-            devices.problems,
-            [lambda: None if self._remote_tier is None else self._remote_tier.problem, lambda: self._attach.problem],
-        )
+        self._health: Final = Health(self._engine, self._catalog, self._sessions, self._problems)
         self.fleet: Final = self._made_fleet()
         self._remote_tier: Final = self._made_remote(store)
         """None if there is neither a store nor a peer."""
@@ -237,6 +229,13 @@ class Daemon:
             await daemon.stop()
             raise
         return daemon
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._devices.problems()
+        if self._log is not None and (failing := self._log.status().failing) is not None:
+            yield f"events are not logged: {failing}"
+        remote = None if self._remote_tier is None else self._remote_tier.problem
+        yield from filter(None, (remote, self._attach.problem, *self._exposed, *self.config_problems))
 
     async def look_at_directories(self) -> None:
         """Notes the directories that other users may write to."""

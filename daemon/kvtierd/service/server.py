@@ -24,7 +24,6 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio as reflection
 
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_path
-from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier
 from kvtierd.service.cache import ServedCache
@@ -114,55 +113,31 @@ OLD_LEASE_S: Final = 3600
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Health:
-    """``_others``: each returns the problem of a part with at most one problem at a time."""
+    """``_others``: returns the problems of parts that serve no single cache."""
 
     _engine: Engine
     _catalog: Catalog
     _sessions: SessionRegistry
-    _config_problems: Callable[[], Sequence[str]]
-    _log: EventLog | None
-    _device_problems: Callable[[], Sequence[str]]
-    _others: Sequence[Callable[[], str | None]]
+    _others: Callable[[], Iterable[str]]
 
     def problems(self, caches: Sequence[ServedCache]) -> list[str]:
         """Problems of the daemon and of these caches."""
-        return [
-            *self._device_problems(),
-            *self._catalog.problems(),
-            *self._engine.problems(),
-            *self._degraded(caches),
-            *self._pageable(caches),
-            *self._old_leases(caches),
-            *self._unlogged(),
-            *filter(None, [problem() for problem in self._others]),
-            *self._config_problems(),
-        ]
+        of_caches = [f"cache {cache.name}: {problem}" for cache in caches for problem in self._of(cache)]
+        return [*self._others(), *self._catalog.problems(), *self._engine.problems(), *of_caches]
 
-    def _unlogged(self) -> Iterator[str]:
-        if self._log is not None and (failing := self._log.status().failing) is not None:
-            yield f"events are not logged: {failing}"
-
-    def _degraded(self, caches: Iterable[ServedCache]) -> Iterator[str]:
-        now = time.time_ns()
-        for cache in caches:
-            for (src, dst), record in sorted(self._engine.manager(cache.id).stats().edges.items()):
-                if (left := (record.degraded_until - now) / 1e9) > 0:
-                    why = f"{record.failures} blocks could not be moved; next try in {left:.1f} s"
-                    yield f"cache {cache.name}: {src}>{dst} is not in use: {why}"
-
-    def _pageable(self, caches: Iterable[ServedCache]) -> Iterator[str]:
-        for cache in caches:
-            if cache.runtime.cuda is not None and (why := cache.runtime.cuda.locks.problem) is not None:
-                yield f"cache {cache.name}: copies to and from the GPU are slower than they could be: {why}"
-
-    def _old_leases(self, caches: Iterable[ServedCache]) -> Iterator[str]:
-        now = time.time_ns()
-        for cache in caches:
-            for lease in self._engine.manager(cache.id).leases.values():
-                if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
-                    pid, command = self._sessions.owner_of(lease.session)
-                    owner = f"session {lease.session}, pid {pid} {command}"
-                    yield f"cache {cache.name}: {lease.slots} {lease.tier} slots are leased since {age_s} s by {owner}"
+    def _of(self, cache: ServedCache) -> Iterator[str]:
+        manager, now = self._engine.manager(cache.id), time.time_ns()
+        for (src, dst), record in sorted(manager.stats().edges.items()):
+            if (left := (record.degraded_until - now) / 1e9) > 0:
+                why = f"{record.failures} blocks could not be moved; next try in {left:.1f} s"
+                yield f"{src}>{dst} is not in use: {why}"
+        if cache.runtime.cuda is not None and (why_slow := cache.runtime.cuda.locks.problem) is not None:
+            yield f"copies to and from the GPU are slower than they could be: {why_slow}"
+        for lease in manager.leases.values():
+            if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
+                pid, command = self._sessions.owner_of(lease.session)
+                owner = f"session {lease.session}, pid {pid} {command}"
+                yield f"{lease.slots} {lease.tier} slots are leased since {age_s} s by {owner}"
 
 
 LOCK: Final = "kvtierd.lock"
