@@ -127,16 +127,9 @@ def group(field: str, value: int, cache: ServedCache) -> GroupId:
     return GroupId(count(field, value, 0, len(cache.spec.groups) - 1))
 
 
-def timeout_s(field: str, value_ns: int, default_s: float) -> float:
-    """Seconds to wait; 0 = the daemon's default."""
-    return count(field, value_ns, 0, MAX_TIMEOUT_NS) / 1e9 or default_s
-
-
-def heartbeat_s(field: str, value_ns: int, default_s: float) -> float:
-    """Seconds without events before a heartbeat; 0 = the daemon's default."""
-    if value_ns == 0:
-        return default_s
-    return count(field, value_ns, MIN_HEARTBEAT_NS, MAX_TIMEOUT_NS) / 1e9
+def timeout_s(field: str, value_ns: int, default_s: float, least_ns: int = 0) -> float:
+    """Seconds of a wait; 0 = the daemon's default."""
+    return count(field, value_ns, least_ns, MAX_TIMEOUT_NS) / 1e9 if value_ns else default_s
 
 
 def commit_items(cache: ServedCache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:

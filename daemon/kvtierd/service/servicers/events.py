@@ -57,7 +57,8 @@ class EventsService:
     async def watch(self, session: ClientSession, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
         asked = EventFilter.of(request.filter)
-        heartbeat_s = validation.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
+        least_ns = validation.MIN_HEARTBEAT_NS
+        heartbeat_s = validation.timeout_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S, least_ns)
         epoch, cursor = await self._start(request)
         if list(self._watchers.values()).count(session) >= MAX_WATCHES:
             says = f"the session has {MAX_WATCHES} watches open, and may have no more"
