@@ -123,7 +123,7 @@ async def test_an_object_that_did_not_come_is_not_asked_for_again_soon(asked: di
     if for_s:
         now = for_s * 0.99
         assert await sources.exists(["a"]) == [False]
-        assert sources.lacks("a")
+        assert sources.known.of("a") is False
     now = for_s * 1.01
     assert await sources.exists(["a"]) == [True]
-    assert not sources.lacks("a") and not sources.knows_holes()
+    assert sources.known.of("a") is not False and not sources.knows_holes()

@@ -27,7 +27,7 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError, TicketRefused, UnknownCache
 from kvtierd.service.cache import ServedCache
 from kvtierd.service.forgotten import Forgotten, Past
-from kvtierd.service.remote.sources import Source, Sources
+from kvtierd.service.remote.sources import UNREADABLE_S, Source, Sources
 from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.remote.base import RemoteError
 from kvtierd.tiers.remote.objects import BadObject, GroupPrefix, OtherObjectVersion, decode, object_bytes
@@ -169,9 +169,8 @@ class Fetcher:
         for group, chain in chains.items() if self._sources.knows_holes() else ():
             if cache.spec.attention(group).chained:
                 missing = set(self._missing(cache, group, keys, length))
-                lacks = (
-                    at for at in range(length) if keys[at] in missing and self._sources.lacks(chain.name(keys[at]))
-                )
+                known = self._sources.known
+                lacks = (at for at in range(length) if keys[at] in missing and known.of(chain.name(keys[at])) is False)
                 length = min(length, next(lacks, length))
         return length
 
@@ -301,7 +300,7 @@ class Fetcher:
         """Counts an object of another version as a miss, and leaves it in its source."""
         self.counts["other version"] += 1
         if source is self._sources.store:
-            self._sources.pass_over(name)
+            self._sources.known.note([name], there=False, seconds=UNREADABLE_S)  # it is not fetched again soon
         if why not in self._logged:
             self._logged.add(why)
             says = "an object is left alone at=%s object=%s why=%r, and others like it"

@@ -121,7 +121,7 @@ class Sources:
     def __init__(self, store: Source | None, known: Known, peers: Sequence[Source]) -> None:
         self.store: Final = store
         self.peers: Final = peers
-        self._known: Final = known
+        self.known: Final = known
 
     def seconds(self, nbytes: int) -> float:
         """Expected seconds to fetch ``nbytes`` from the quickest source; 0 = unknown."""
@@ -132,11 +132,11 @@ class Sources:
         """Whether any source has each object; ``in_store``: the store counts. Raises RemoteError if the store must be
         asked and fails."""
         held = await self._held(names)
-        unknown = [name for name in names if name not in held and self._known.of(name) is None]
+        unknown = [name for name in names if name not in held and self.known.of(name) is None]
         if self.store is not None and in_store and unknown:
             for name, there in zip(unknown, await self.store.store.exists(unknown), strict=True):
-                self._known.note([name], there=there)
-        return [name in held or (in_store and self._known.of(name) is True) for name in names]
+                self.known.note([name], there=there)
+        return [name in held or (in_store and self.known.of(name) is True) for name in names]
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview], *, in_store: bool = True) -> list[Fetched]:
         """Reads objects like a store. An object counts as absent if every source that has it fails. ``in_store``: the
@@ -155,22 +155,15 @@ class Sources:
                     found[number] = Fetched(max(nbytes, ABSENT), source)
                     if source is self.store and nbytes in (ABSENT, FAILED):
                         seconds = UNREADABLE_S if nbytes == FAILED else HOLE_S
-                        self._known.note([names[number]], there=False, seconds=seconds)
-        self._known.use(
+                        self.known.note([names[number]], there=False, seconds=seconds)
+        self.known.use(
             name for name, one in zip(names, found, strict=True) if one.nbytes > 0 and one.source is self.store
         )
         return found
 
-    def pass_over(self, name: str) -> None:
-        """Marks an object as absent for a while, so that it is not fetched again soon."""
-        self._known.note([name], there=False, seconds=UNREADABLE_S)
-
     def knows_holes(self) -> bool:
         """Whether a fetch has met an absent or unreadable object. Always false with peers: they may have the object."""
-        return not self.peers and self._known.has_holes()
-
-    def lacks(self, name: str) -> bool:
-        return self._known.of(name) is False
+        return not self.peers and self.known.has_holes()
 
     async def _held(self, names: Sequence[str]) -> dict[str, list[Source]]:
         """The peers that have each object, by name."""
