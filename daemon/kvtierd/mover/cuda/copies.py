@@ -4,7 +4,6 @@ slots."""
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,6 @@ BATCH_BYTES: Final = 16 << 20
 copy waits only for a few of them, and the bus stays busy while the next batch is prepared."""
 DRAIN_S: Final = 5.0
 """Time that a close waits for copies in flight."""
-_LOOK_S: Final = 0.005
 
 _log = logging.getLogger(__name__)
 
@@ -169,13 +167,10 @@ class CudaCopies:
     def close(self) -> bool:
         """Gives all resources back. False: copies may be in flight, or memory is still page-locked. Then neither the
         device's memory nor the host's may be given back before the process ends."""
-        deadline = time.monotonic() + DRAIN_S
-        while not self._traffic.close(max(0.0, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                hangs, left = self._traffic.issuing, self._traffic.under_way
-                _log.error("copies are still under way name=%s batches=%d call_hangs=%s", self._name, left, hangs)
-                return False
-            time.sleep(_LOOK_S)
+        if not self._traffic.close(DRAIN_S):
+            hangs, left = self._traffic.issuing, self._traffic.under_way
+            _log.error("copies are still under way name=%s batches=%d call_hangs=%s", self._name, left, hangs)
+            return False
         try:
             self._staging.close()
         except CudaError as error:

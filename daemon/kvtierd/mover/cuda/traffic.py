@@ -131,8 +131,6 @@ class Traffic:
             self._driver.bind()
         way = self._ways[direction]
         with way.issuing:
-            if self._closed:
-                raise TierIOError(0, "the cache is closed")
             with self._noticing():
                 event = self._take_event()
             passage = Passage(way.stream, event, reads, writes)
@@ -195,15 +193,10 @@ class Traffic:
             wait_until(lambda: self._driver.idle(passage.stream))
 
     def close(self, patience_s: float = 0.0) -> bool:
-        """Gives streams and events back, after which no batch is issued. False, with nothing given back: a batch is in
-        flight, or has been in issue for longer than ``patience_s``. Later calls do nothing."""
-        until = time.monotonic() + patience_s
-        with ExitStack() as issuing:
-            for way in self._ways.values():
-                if not way.issuing.acquire(timeout=max(0.0, until - time.monotonic())):
-                    return False
-                issuing.callback(way.issuing.release)
-            if self.under_way or self._closed:
+        """Gives streams and events back, after which no batch is issued. False, with nothing given back: after
+        ``patience_s`` a batch is still in issue or in flight. Later calls do nothing."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._under_way, patience_s) or self._closed:
                 return self._closed
             self._closed = True
         self._driver.bind()
@@ -241,17 +234,22 @@ class Traffic:
             return self._driver.event()
 
     def _enter(self, passage: Passage) -> None:
-        """Waits for batches that clash with this one, unless the device is lost."""
+        """Waits for batches that clash with this one, unless the device is lost. Raises :class:`TierIOError` if
+        :meth:`close` came first."""
         with self._changed:
             self._changed.wait_for(lambda: self._device.lost or not any(map(passage.clashes, self._under_way)))
-            self._under_way.add(passage)
+            if not self._closed:
+                self._under_way.add(passage)
+                return
+        self._driver.drop_event(passage.event)
+        raise TierIOError(0, "the cache is closed")
 
     def _leave(self, passage: Passage) -> None:
+        if not passage.event_failed:
+            self._events.append(passage.event)
+        else:
+            with suppress(CudaError):  # the handle itself may have failed
+                self._driver.drop_event(passage.event)
         with self._changed:
             self._under_way.remove(passage)
             self._changed.notify_all()
-        if not passage.event_failed:
-            self._events.append(passage.event)
-            return
-        with suppress(CudaError):  # the handle itself may have failed
-            self._driver.drop_event(passage.event)
