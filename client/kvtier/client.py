@@ -267,20 +267,23 @@ class AsyncClient:
         keys: wire.Keys | Prompt,
         *,
         variants: Mapping[str, wire.Keys] | None = None,
+        past: bool = True,
         timeout: float | None = None,
     ) -> RequestExplanation:
         """Says how much of a request's chain a cache has, in which tiers, and why the first missing block is missing.
 
         Not a use of the blocks. ``keys``: a chain's keys, or a prompt (see :meth:`kvtier.Cache.prompt`), with which a
         cache that keeps tokens says at which token the nearest stored prompt parts. ``variants``: names other keys
-        of the same tokens, for example "without the salt". Raises :class:`kvtier.errors.NotFound` for an unknown cache.
+        of the same tokens, for example "without the salt". ``past``: read the log for a block whose departure the
+        daemon does not remember. Raises :class:`kvtier.errors.NotFound` for an unknown cache.
         """
         from kvtier.chains import Prompt  # numpy, as for open_cache
 
         prompt = keys if isinstance(keys, Prompt) else None
         packed = prompt.keys if prompt is not None else wire.packed_keys(cast("wire.Keys", keys))
         asked = len(packed) // KEY_BYTES
-        opened = await self.open_cache(cache, write=False, timeout=timeout)
+        opened = await self.open_cache(cache, write=False, mapped=False, timeout=timeout)
+        opened._binder.asked.muted = True  # an explanation is no request
         try:
             found = await opened.across.match(packed, remote=opened.info.remote, timeout=timeout)
             step = opened.spec.tokens_per_block
@@ -293,7 +296,9 @@ class AsyncClient:
             places = [await opened.in_group(group).probe(key) if key else b"" for group in opened.across.groups]
         finally:
             await opened.close()
-        miss = await self.explain(key, timeout=timeout) if key else None
+        miss = await self.explain(key, past=False, timeout=timeout) if key else None
+        if past and miss is not None and all(end.cache != cache for end in miss.endings()):
+            miss = await self.explain(key, timeout=timeout)
         spans = sorted(found.groups, key=lambda span: opened.spec.groups[span.group].window_tokens > 0)
         return RequestExplanation(
             cache,

@@ -200,7 +200,7 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         epoch=epoch,
         event_id=message.id,
         type=type,
-        cause=_CAUSES.get(message.cause, message.cause),  # a newer daemon's cause stays a number
+        cause=CAUSES.get(message.cause, message.cause),  # a newer daemon's cause stays a number
         cache=message.cache,
         group=message.group,
         time_ns=message.time_ns,
@@ -264,7 +264,7 @@ def _tier(value: int) -> Tier | None:
 
 # Dicts are faster than calls of the enumerations, and an event needs four members.
 _TYPES: Final[dict[int, EventType]] = {int(each): each for each in EventType}
-_CAUSES: Final[dict[int, Cause | int]] = {int(each): each for each in Cause}
+CAUSES: Final[dict[int, Cause | int]] = {int(each): each for each in Cause}
 _TIERS: Final[dict[int, Tier | None]] = {0: None} | {int(tier_to_wire(each)): each for each in Tier}
 
 

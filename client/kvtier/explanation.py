@@ -11,13 +11,16 @@ from itertools import groupby
 from typing import Any, Final
 
 from kvtier import wire
-from kvtier.events import Event, Gap
+from kvtier.events import CAUSES, Event, Gap
 from kvtier.types import CacheStats, Cause, Cursor, EventType, LeaseInfo, Tier, tiers_of
 from kvtier.v1 import admin_pb2
 from kvtier.watch import Watch
 
 SHORTEST_PREFIX: Final = 4
 MOST_KEYS: Final = 32
+
+_FASTEST: Final = bytes(min(tiers_of(residency), default=0) for residency in range(256))
+"""The fastest tier by residency."""
 
 WHY_GONE: Final[Mapping[int, str]] = {
     Cause.CAPACITY: "Room was needed, and no tier below could or should take it.",
@@ -99,6 +102,26 @@ class RemoteExplained:
 
 
 @dataclass(slots=True, frozen=True)
+class DepartureExplained:
+    """Why a block left a cache and window group. ``session_id``: its request took the room; 0: none did, the daemon did
+    so ahead of need, or it is not known. ``pid`` and ``command``: of the session, if the caller may list all leases."""
+
+    cache: str
+    group: int
+    cause: Cause | int
+    time_ns: int
+    session_id: int = 0
+    pid: int = 0
+    command: str = ""
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.time_ns / 1e9).isoformat(" ", "milliseconds")
+        who = f", pid {self.pid} {self.command}" if self.pid else ""
+        whom = f" Session {self.session_id}{who} wanted it." if self.session_id else ""
+        return f"Gone since {since}. {why_gone(self.cause)}{whom}"
+
+
+@dataclass(slots=True, frozen=True)
 class Explanation:
     """The daemon's knowledge of a block.
 
@@ -106,6 +129,7 @@ class Explanation:
     where the block is stored, one entry per cache and window group. ``past``: the block's events in the log, the oldest
     first; None if the caller may not watch, or did not ask. ``gaps``: lost events, possibly of the block. ``time_ns``:
     the daemon's clock at the answer. ``remote``: one entry per cache and window group, if there is a remote store.
+    ``departures``: from the daemon's memory, which does not go back as far as the log.
     """
 
     asked: bytes
@@ -116,6 +140,7 @@ class Explanation:
     as_of: Cursor
     time_ns: int
     remote: tuple[RemoteExplained, ...] = ()
+    departures: tuple[DepartureExplained, ...] = ()
 
     @property
     def state(self) -> str:
@@ -127,14 +152,18 @@ class Explanation:
             return "ambiguous"
         if any(each.there for each in self.remote):
             return "remote"
-        return "gone" if self.past else "unknown"
+        return "gone" if self.past or self.departures else "unknown"
 
-    def endings(self) -> Iterator[Event]:
-        """The last event in each cache and group that the block is gone from."""
-        there = {(block.cache, block.group) for block in self.blocks}
+    def endings(self) -> Iterator[DepartureExplained]:
+        """The last departure from each cache and group that the block is gone from."""
+        known = {(each.cache, each.group) for each in self.blocks}
+        known.update((each.cache, each.group) for each in self.departures)
         last = {(event.cache, event.group): event for event in self.past or ()}
         gone = (EventType.REMOVED, EventType.CLEARED)
-        return (event for place, event in last.items() if place not in there and event.type in gone)
+        for place, event in last.items():
+            if place not in known and event.type in gone:
+                yield DepartureExplained(*place, event.cause, event.time_ns)
+        yield from self.departures
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object: keys in hex, tiers and causes by name, times in nanoseconds."""
@@ -144,6 +173,7 @@ class Explanation:
             "keys": [key.hex() for key in self.keys],
             "blocks": [block.to_json() for block in self.blocks],
             "remote": [asdict(each) for each in self.remote],
+            "departures": [{**asdict(each), "cause": str(each.cause)} for each in self.departures],
             "past": None if self.past is None else [event.to_json() for event in self.past],
             "gaps": [gap.to_json() for gap in self.gaps],
             "as_of": str(self.as_of),
@@ -169,6 +199,10 @@ def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> E
         remote=tuple(
             RemoteExplained(each.cache, each.group, each.there if each.HasField("there") else None)
             for each in message.remote
+        ),
+        departures=tuple(
+            wire.same_fields(DepartureExplained, each, cause=CAUSES.get(each.cause, each.cause))
+            for each in message.departures
         ),
     )
 
@@ -236,10 +270,11 @@ class RequestExplanation:
 def tier_runs(residency: bytes, seconds_a_block: Mapping[Tier, float]) -> tuple[TierRun, ...]:
     """The runs of a prefix. ``seconds_a_block``: to bring a block from a tier into memory, where that is known."""
     runs: list[TierRun] = []
-    for tier, places in groupby(range(len(residency)), lambda place: min(tiers_of(residency[place]))):
-        first, *others = places
-        cost, count = seconds_a_block.get(tier), 1 + len(others)
-        runs.append(TierRun(tier, first, count, None if cost is None else cost * count))
+    first = 0
+    for tier, places in groupby(residency.translate(_FASTEST)):
+        cost, count = seconds_a_block.get(Tier(tier)), sum(1 for _ in places)
+        runs.append(TierRun(Tier(tier), first, count, None if cost is None else cost * count))
+        first += count
     return tuple(runs)
 
 
@@ -258,8 +293,7 @@ def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants:
     residency by window group. ``variants``: stored blocks of other keys of the same tokens, by name."""
     for end in miss.endings():
         if end.cache == cache:
-            since = datetime.fromtimestamp(end.time_ns / 1e9).isoformat(" ", "milliseconds")
-            return f"Gone since {since}. {why_gone(end.cause)}"
+            return str(end)
     if any(each.there and each.cache == cache for each in miss.remote):
         return "Only the remote store has it."
     if len({any(each) for each in places}) > 1:
@@ -270,4 +304,6 @@ def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants:
     for name, stored in variants.items():
         if stored > blocks:
             return f"The same tokens are stored {name}: {stored} blocks."
+    if miss.past is None:
+        return "It was never stored, or its past is not known to this client."
     return "It was never stored, or that is longer ago than the log goes back."

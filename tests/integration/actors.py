@@ -372,6 +372,9 @@ async def _explains(client: AsyncClient, cache: str) -> str:
     told = await client.explain(chain("stored", 1)[0], cache=cache or None)
     seen = ",".join(sorted(block.cache for block in told.blocks))
     whose = sorted({lease.pid for block in told.blocks for lease in block.leases})
+    gone = [(each.cache, each.session_id > 0, each.pid) for each in told.departures]
+    if gone:
+        return f"gone {gone}"
     return f"{seen} leased by {whose} past {None if told.past is None else sorted({each.cache for each in told.past})}"
 
 

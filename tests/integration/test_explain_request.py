@@ -1,6 +1,7 @@
 """``client.explain_request`` and ``kvtier explain`` of a prompt: how much is stored, where, and why it ends there."""
 
 import json
+import os
 
 import pytest
 
@@ -50,7 +51,28 @@ async def test_evicted_blocks_have_their_cause(client, name):
     await put_chain(small, "second", 2)
     told = await client.explain_request(name, keys)
     assert told.blocks == 2
-    assert told.why.endswith(why_gone(Cause.CAPACITY))
+    assert why_gone(Cause.CAPACITY) in told.why
+    assert told.why.endswith(
+        f" Session {client.session_id}, pid {os.getpid()} {told.miss.departures[0].command} wanted it."
+    )
+    assert told.miss.past is None, "the daemon remembers, and the log is not read"
+
+
+async def test_evictions_are_for_the_session_that_wanted_the_room(client, other, name):
+    small = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+    theirs = await other.open_cache(name)
+    keys = await put_chain(small, name, 4)
+    lease = await theirs.reserve(3, Tier.HOST)
+    told = await client.explain(keys[1], cache=name)
+    assert [(end.cause, end.session_id) for end in told.endings()] == [(Cause.CAPACITY, other.session_id)]
+    await lease.release()
+    await small.put(keys, blocks(keys))
+    assert [*(await client.explain(keys[1], cache=name)).endings()] == [], "it is there again"
+    await small.drop(keys[:1])
+    told = [await client.explain(key, cache=name, past=False) for key in keys[:2]]
+    ends = [(end.cause, end.session_id, end.pid) for each in told for end in each.endings()]
+    assert ends == [(Cause.EXPLICIT, 0, 0), (Cause.ANCESTOR, 0, 0)]
+    assert [each.state for each in told] == ["gone", "gone"]
 
 
 async def test_a_prompt_says_its_token_and_its_salt(client, name):

@@ -125,6 +125,20 @@ async def test_a_block_is_explained_as_far_as_one_may_see(daemon):
     assert {block.cache for block in told.blocks} == {"secret", "mine", "shared", "last"}
 
 
+async def test_a_departure_is_the_past_of_a_block(daemon):
+    await fill(daemon)
+    async with opened_cache(daemon.address, "shared") as (client, shared), opened_cache(daemon.address, "mine") as mine:
+        for cache in (shared, mine[1]):
+            async with cache.reserve(cache.slots(Tier.HOST), Tier.HOST):
+                pass
+        told = await client.explain(chain("stored", 1)[0])
+        writer = ended(daemon, [NOBODY], ("explain", "mine"))
+        watcher = ended(daemon, [READERS], ("explain", "shared"))
+    assert {(end.cache, end.pid) for end in told.endings()} == {("shared", os.getpid()), ("mine", os.getpid())}
+    assert writer == [" leased by [] past None"]
+    assert watcher == ["gone [('shared', True, 0)]"], "the session, and not its process"
+
+
 async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon):
     await fill(daemon)
     answers = ended(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -27,7 +27,6 @@ from kvtier.explanation import (
     CopyState,
     Explanation,
     RequestExplanation,
-    why_gone,
 )
 from kvtier.types import LeaseInfo, duration
 
@@ -149,8 +148,7 @@ def page(told: Explanation) -> Iterator[Text]:
         if there:
             yield Text(f"{cache}, group {group}: {_REMOTE[there]}", style="green")
     for end in told.endings():
-        since = datetime.fromtimestamp(end.time_ns / 1e9).isoformat(" ", "milliseconds")
-        yield Text(f"{end.cache}, group {end.group}: gone since {since}. {why_gone(end.cause)}", style="red")
+        yield Text(f"{end.cache}, group {end.group}: {end}", style="red")
     if told.past is None:
         yield Text("its past is for those who may watch")
     elif told.state == "unknown":

@@ -170,6 +170,7 @@ class ExplainResponse(google.protobuf.message.Message):
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     TIME_NS_FIELD_NUMBER: builtins.int
     REMOTE_FIELD_NUMBER: builtins.int
+    DEPARTURES_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
     """stored keys that begin so, at most 32; a whole key comes back as it is"""
     time_ns: builtins.int
@@ -184,6 +185,12 @@ class ExplainResponse(google.protobuf.message.Message):
     def remote(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExplainedRemote]:
         """of the key, if it is one: one a cache and window group, if there is a store"""
 
+    @property
+    def departures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Departure]:
+        """Of the key, if it is one: why it last left, where it is not stored, as far as the daemon remembers, for callers who may
+        watch. The log goes back further.
+        """
+
     def __init__(
         self,
         *,
@@ -192,11 +199,48 @@ class ExplainResponse(google.protobuf.message.Message):
         as_of_event: kvtier.v1.blocks_pb2.Cursor | None = ...,
         time_ns: builtins.int = ...,
         remote: collections.abc.Iterable[global___ExplainedRemote] | None = ...,
+        departures: collections.abc.Iterable[global___Departure] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "keys", b"keys", "remote", b"remote", "time_ns", b"time_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "departures", b"departures", "keys", b"keys", "remote", b"remote", "time_ns", b"time_ns"]) -> None: ...
 
 global___ExplainResponse = ExplainResponse
+
+@typing.final
+class Departure(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    TIME_NS_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    cache: builtins.str
+    group: builtins.int
+    cause: kvtier.v1.common_pb2.Cause.ValueType
+    time_ns: builtins.int
+    """wall clock"""
+    session_id: builtins.int
+    """whose request took the room, by CAPACITY; 0 = none, or the daemon ahead of need"""
+    pid: builtins.int
+    """of the session, with command for callers who may list all leases; 0 = not known"""
+    command: builtins.str
+    def __init__(
+        self,
+        *,
+        cache: builtins.str = ...,
+        group: builtins.int = ...,
+        cause: kvtier.v1.common_pb2.Cause.ValueType = ...,
+        time_ns: builtins.int = ...,
+        session_id: builtins.int = ...,
+        pid: builtins.int = ...,
+        command: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "cause", b"cause", "command", b"command", "group", b"group", "pid", b"pid", "session_id", b"session_id", "time_ns", b"time_ns"]) -> None: ...
+
+global___Departure = Departure
 
 @typing.final
 class ExplainedRemote(google.protobuf.message.Message):

@@ -15,8 +15,8 @@ from kvtierd.core.conversations import Conversations
 from kvtierd.core.errors import InvariantViolation, TierOutOfService
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates
-from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
-from kvtierd.core.index import BlockIndex, Pins, Residencies
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, NOBODY, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
+from kvtierd.core.index import BlockIndex, Departures, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WriteMode
 from kvtierd.core.remote import GroupRemote
@@ -67,6 +67,9 @@ class GroupState:
         self.losing: dict[Copy | Tier, Iterator[None]] = {}
         """Lost copies and tiers, with the steps that remove their dependants: see ``core/removal.py``."""
         self.index = BlockIndex()
+        self.departures = Departures(slots)
+        self.wanted_by = NOBODY
+        """The session for whose request room is being made."""
         self.clocks = Clocks()
         self.conversations = Conversations(self.index, self.retain)
         self.pins = Pins(self.tiers)
@@ -469,6 +472,7 @@ class GroupState:
         self.ancestry.end_call()
         self.steps_left = self.policy.blocks_a_call
         self.clocks.stamp(now)
+        self.departures.stamp(now)
         for block in self.clocks.take_changed():
             for tier in (DEVICE, HOST):
                 copy = block.copies[tier]
@@ -571,6 +575,7 @@ class GroupState:
             self.remote.forget(block)
         block.indexed = False
         self.removed += 1
+        self.departures.add(block.key, cause, self.wanted_by if cause is CAPACITY else NOBODY)
         evicted = cause is CAPACITY and len(held) == 1
         self.recorder.change(REMOVED, cause, self.group, block, Transfer(held[0]) if evicted else None)
         if block.parent is not None:

@@ -23,6 +23,7 @@ TicketId = NewType("TicketId", int)
 MoveId = NewType("MoveId", int)
 EventId = NewType("EventId", int)
 
+NOBODY: Final = SessionId(0)
 SEVERAL: Final = SessionId((1 << 64) - 1)
 """Owner of a blank slot that several sessions hold. No session has this number."""
 

@@ -6,15 +6,50 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.ids import NO_LABEL, TIERS, Key, Tier, Traits
+from kvtierd.core.events import Cause
+from kvtierd.core.ids import NO_LABEL, SEVERAL, TIERS, Key, SessionId, Tier, Traits
 
 SWEPT_A_REMOVAL: Final = 4
 """Places of the order list that one removal looks at while removed blocks are swept out."""
 _GONE: Final = Block(Key(b""), None, None, Traits(0))
 """Placeholder for a block that has been swept out."""
+
+
+class Departure(NamedTuple):
+    """Why a block left. ``session``: its request took the room; ``NOBODY``: the daemon, or another cause."""
+
+    time_ns: int
+    cause: Cause
+    session: SessionId
+
+
+class Departures:
+    """Why the last blocks left a window group: about as many as its lowest tier has ``slots``, in 150 bytes each."""
+
+    def __init__(self, slots: int) -> None:
+        self._half = min(max(slots, 1 << 11), 1 << 16) // 2
+        self._new: dict[int, int] = {}
+        """Departures by digest of the key, each packed into a number."""
+        self._old: dict[int, int] = {}
+        self._leaving: list[tuple[int, int]] = []
+
+    def add(self, key: Key, cause: Cause, session: SessionId) -> None:
+        self._leaving.append((hash(key), session << 8 | cause))
+
+    def stamp(self, now: int) -> None:
+        """Ends a call, which is the time of its departures."""
+        if self._leaving:
+            self._new.update([(digest, now << 72 | about) for digest, about in self._leaving])
+            self._leaving.clear()
+            if len(self._new) > self._half:
+                self._old, self._new = self._new, {}
+
+    def get(self, key: Key) -> Departure | None:
+        packed = self._new.get(hash(key)) or self._old.get(hash(key), 0)
+        return Departure(packed >> 72, Cause(packed & 255), SessionId(packed >> 8 & SEVERAL)) if packed else None
 
 
 class BlockIndex:

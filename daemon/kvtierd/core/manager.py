@@ -17,6 +17,7 @@ from kvtierd.core.errors import BadArgument, ResetRefused, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.index import Departure
 from kvtierd.core.leases import FetchTicket, LeaseTable, LeftLease, ReserveTicket, SlotLease, Ticket, holders_of
 from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
@@ -151,6 +152,11 @@ class BlockManager:
     def explain(self, group: GroupId, key: Key) -> BlockNow | None:
         """Reports a block's copies and holders; None if the key is not indexed."""
         return explain.explain(self._window(group).state, self.leases.values(), key)
+
+    def departure(self, group: GroupId, key: Key) -> Departure | None:
+        """Why the block last left the group; None if it is not indexed, and that is not known."""
+        state = self._window(group).state
+        return state.departures.get(key) if state.index.get(key) is None else None
 
     def stats(self) -> ManagerStats:
         return explain.stats(self.windows, self.leases.values(), self.acquires)

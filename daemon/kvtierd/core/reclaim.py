@@ -14,7 +14,7 @@ from typing import Final
 from kvtierd.core.block import Block
 from kvtierd.core.events import CAPACITY, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DEVICE, DISK, HOST, TIERS, Key, TicketId, Tier
+from kvtierd.core.ids import DEVICE, DISK, HOST, NOBODY, TIERS, Key, SessionId, TicketId, Tier
 from kvtierd.core.policy import WriteMode
 from kvtierd.core.removal import remove_all, walk
 from kvtierd.core.transfers import BlockResult, Transfers
@@ -96,9 +96,10 @@ class Reclaimer:
         self._lacking.clear()
         self._to_disk.clear()
 
-    def serve(self, ticket: TicketId, after: Block | None = None) -> None:
+    def serve(self, ticket: TicketId, after: Block | None = None, session: SessionId = NOBODY) -> None:
         """Sets the request for which the next calls make room. Older requests go first. ``after``: stays stored."""
         self._ticket = ticket
+        self._state.wanted_by = session
         self._followed = () if after is None else (after,)
         self._older.clear()
 

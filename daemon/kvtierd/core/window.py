@@ -11,7 +11,7 @@ from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holds, UseCounts
-from kvtierd.core.ids import DISK, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.ids import DISK, NOBODY, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, ReserveTicket, SlotLease, Ticket
 from kvtierd.core.outcome import Grant, GroupGrant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
@@ -176,7 +176,7 @@ class WindowManager:
             self._give_up(ticket)
             return True
         after = ticket.after if isinstance(ticket, ReserveTicket) else None
-        self.reclaimer.serve(ticket.id, None if after is None else self.state.index.get(after))
+        self.reclaimer.serve(ticket.id, None if after is None else self.state.index.get(after), ticket.session)
         wanted = self._wants(ticket)
         prospect = self.reclaimer.secure(tier, wanted, desperate=True)
         coming = prospect is COMING or (prospect is NEVER and (self.transfers.active > 0 or self.slots_ahead(tier) > 0))
@@ -211,7 +211,8 @@ class WindowManager:
         """Leases blank slots, at once or not at all, that the session will want next to store blocks after ``after``.
         Sessions together get a small share of the tier: slots leased ahead have no blocks, and a request may need
         them."""
-        if self._queues[tier] or count > self._left_ahead(tier) or not self._free_ahead(tier, count, after, now):
+        others = self._queues[tier] or count > self._left_ahead(tier)
+        if others or not self._free_ahead(tier, count, after, now, session):
             return None
         lease = self._lease_blanks(session, tier, count)
         self.ahead[tier][lease.id] = lease
@@ -234,9 +235,9 @@ class WindowManager:
     def _left_ahead(self, tier: Tier) -> int:
         return self.state.slots[tier].capacity // self.state.policy.ahead_share - self.slots_ahead(tier)
 
-    def _free_ahead(self, tier: Tier, count: int, after: Key, now: int) -> bool:
+    def _free_ahead(self, tier: Tier, count: int, after: Key, now: int, session: SessionId = NOBODY) -> bool:
         self.reclaimer.begin(now)
-        self.reclaimer.serve(LAST, self.state.index.get(after))
+        self.reclaimer.serve(LAST, self.state.index.get(after), session)
         prospect = self.reclaimer.secure(tier, count, desperate=False)
         self.reclaimer.end()
         return prospect is NOW

@@ -1,8 +1,13 @@
 """What is said of one block: where its copies are, and what holds them."""
 
+import hashlib
+import tracemalloc
+
 from kvtierd.core.block import Phase
+from kvtierd.core.events import CAPACITY
 from kvtierd.core.explain import BlockNow, CopyNow
-from kvtierd.core.ids import Tier
+from kvtierd.core.ids import Key, SessionId, Tier
+from kvtierd.core.index import Departures
 from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key
 
 
@@ -29,3 +34,18 @@ def test_a_victim_on_its_way_down_says_so() -> None:
     bench.put("a")
     bench.reserve(DEVICE, 1)
     assert at(bench, "a").phase is Phase.LEAVING
+
+
+def test_departures_are_remembered_in_bounded_memory() -> None:
+    tracemalloc.start()
+    departures, keys = Departures(1 << 20), [Key(hashlib.sha256(b"%d" % n).digest()) for n in range(100_000)]
+    before = tracemalloc.get_traced_memory()[0]
+    for now, each in enumerate(keys, 1 << 60):
+        departures.add(each, CAPACITY, SessionId(1 << 40))
+        departures.stamp(now)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    known = [departure for key in keys if (departure := departures.get(key)) is not None]
+    assert known[-1] == ((1 << 60) + 99_999, CAPACITY, 1 << 40)
+    assert 1 << 15 <= len(known) <= 1 << 16
+    assert taken <= 150 * len(known)

@@ -149,6 +149,7 @@ class AdminService:
             keys=b"".join(keys),
             blocks=blocks,
             remote=self._explained_remote(caches, keys[0]) if len(keys) == 1 else (),
+            departures=self._departures(session, caches, keys[0]) if len(keys) == 1 else (),
             as_of_event=blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event),
             time_ns=time.time_ns(),
         )
@@ -283,6 +284,18 @@ class AdminService:
             for group in map(GroupId, range(len(cache.spec.groups))):
                 name = self._remote.names(cache, group, [key])[key]
                 yield admin_pb2.ExplainedRemote(cache=cache.name, group=group, there=self._remote.known.of(name))
+
+    def _departures(
+        self, session: ClientSession, caches: Iterable[ServedCache], key: Key
+    ) -> Iterator[admin_pb2.Departure]:
+        whose = self._access.may_everywhere(session, Right.ADMIN)
+        for cache in (cache for cache in caches if self._access.may(session, Right.WATCH, cache.name)):
+            for group in map(GroupId, range(len(cache.spec.groups))):
+                with suppress(UnknownCache):
+                    if (left := self._engine.manager(cache.id).departure(group, key)) is not None:
+                        pid, command = self._sessions.owner_of(left.session) if whose else (0, "")
+                        place = {"cache": cache.name, "group": group, "session_id": left.session}
+                        yield wire.same_fields(admin_pb2.Departure, left, **place, pid=pid, command=command)
 
     def _explained(self, session: ClientSession, cache: ServedCache, key: Key) -> list[admin_pb2.ExplainedBlock]:
         """The block in each window group that has it. Raises :class:`UnknownCache`."""
