@@ -275,6 +275,9 @@ def test_the_last_page_is_never_offered_whole_but_is_loaded_whole(daemon):
         ({"write_policy": "never"}, "write_policy"),
         ({"pin": 1}, "pin"),
         ({"remote_wait": -1}, "remote_wait"),
+        ({"explain_misses": -0.1}, "explain_misses"),
+        ({"explain_misses": 1.5}, "explain_misses"),
+        ({"explain_misses": "all"}, "explain_misses"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_named(settings, named):

@@ -4,10 +4,12 @@ import logging
 
 import pytest
 
+from kvtier import Cause, Client
 from kvtier.connectors.store import Store
 from kvtier.engine import EngineOptions
 from kvtier.engine import client as engine_log
-from tests.engine.toy import PLAIN, engine, wait_until
+from kvtier.explanation import why_gone
+from tests.engine.toy import PLAIN, TOKENS, engine, wait_until
 from tests.integration.blocks import SPEC
 from tests.integration.conftest import own_daemon
 
@@ -55,3 +57,49 @@ def test_an_engine_with_a_store_of_its_own_keys_says_the_same(daemon, lines):
     store = Store(EngineOptions.of({"address": daemon.address}), SPEC, weights="commit abc")
     assert lines[0][1].startswith(f"kvtier: cache {store.name}, ") and lines[0][1].endswith(", weights by commit abc")
     store.close()
+
+
+def test_misses_are_explained_in_a_line_each(daemon, lines, monkeypatch):
+    monkeypatch.setattr("kvtier.engine.leader._EXPLAIN_S", 0.0)
+    with engine(daemon.address, PLAIN, host_bytes=1 << 20, explain_misses=1.0) as toy, Client(daemon.address) as client:
+        name, prompt = toy.planner.leader.name, list(range(4 * TOKENS + 1))
+
+        def explained():
+            return [line for _, line in lines if line.startswith("request ")]
+
+        def begun():
+            lines.clear()
+            return toy.begin(prompt)
+
+        def ended(run):
+            toy.complete(run)
+            toy.end(run)
+            toy.settle()
+
+        first = begun()
+        wait_until(explained)
+        assert toy.offered(first) == 0, "the same request, which counts once"
+        ended(first)
+        assert explained() == [
+            f"request {first.name}: block 0 of 4 is missing in {name}: "
+            "It was never stored, or its past is not known to this client."
+        ]
+        ended(begun())
+        assert explained() == [], "a hit needs no explanation"
+        client.open_cache(name).drop(first.chain.key(2))
+        monkeypatch.setattr("kvtier.engine.leader._EXPLAIN_S", 600.0)
+        second = begun()
+        wait_until(explained)
+        ended(second)
+        assert explained()[0].startswith(f"request {second.name}: block 2 of 4 is missing in {name}: Gone since ")
+        assert explained()[0].endswith(why_gone(Cause.EXPLICIT))
+        client.open_cache(name).drop(first.chain.key(2))
+        ended(begun())
+        assert explained() == [], "not so soon after the last"
+
+
+def test_no_miss_is_explained_unless_that_is_wanted(daemon, lines):
+    with engine(daemon.address, PLAIN, host_bytes=1 << 20) as toy:
+        toy.run(list(range(4 * TOKENS + 1)))
+        toy.settle()
+    assert not [line for _, line in lines if line.startswith("request ")]

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,6 +45,8 @@ from kvtier.wire import MAX_KEYS
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
 _LEAST_PIN_S: Final = 0.01
+_EXPLAIN_S: Final = 1.0
+"""Least seconds from the end of an explanation to the next."""
 _MOST_OF_TIER: Final = 4
 """Reserved slots and slots being saved are at most one in this many of the tier: loads need slots, too."""
 _MOST_AHEAD: Final = 1 << 16
@@ -136,6 +141,8 @@ class Leader:
         self._written: Final[deque[Writing]] = deque()
         self._watcher: Final = watcher if options.events else None
         self._watching: asyncio.Task[None] | None = None
+        self._explains_at = 0.0
+        """Monotonic time from which the next miss may be explained."""
         self._wake: Final = asyncio.Event()
         self._serving: Future[None] | None = None
         try:
@@ -282,6 +289,25 @@ class Leader:
             self.complaints.note(f"not fetched: {why}")
 
         self._soon(look, "the store could not be asked")
+
+    def explain_miss(self, request: str, keys: bytes) -> None:
+        """Logs, in the background, why a block of a request is missing, for the share of requests in the options."""
+        client = self._connection.client
+        if random.random() >= self.options.explain_misses or client is None or time.monotonic() < self._explains_at:
+            return
+        self._explains_at = math.inf  # one at a time
+
+        async def explain() -> None:
+            first = keys[: MAX_KEYS * KEY_BYTES]
+            try:
+                told = await client.inner.explain_request(self.name, first, past=False, timeout=CALL_S)
+                if told.miss is not None:  # else the request has been stored meanwhile
+                    at = f"block {told.blocks} of {told.asked} is missing in {told.cache}"
+                    _log.info("request %s: %s: %s", request, at, told.why)
+            finally:
+                self._explains_at = time.monotonic() + _EXPLAIN_S
+
+        self._soon(explain, "a miss could not be explained")
 
     def unpin_later(self, asked: Future[AcrossLease]) -> None:
         """Gives back, in the background, a hold that is not granted yet."""

@@ -27,6 +27,7 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "pin_wait": (0, 60.0),
     "remote_wait": (0, 600.0),
     "recompute_seconds_per_block": (0, 3600.0),
+    "explain_misses": (0, 1.0),
 }
 """Least and most of each number. A number whose most is whole is whole."""
 _BYTES: Final = ("host_bytes", "disk_bytes")
@@ -50,6 +51,7 @@ class EngineOptions:
     ``min_blocks``: shorter hits are not loaded. ``async_blocks``: loads of this many blocks or more do not delay the
     step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
     ``remote_wait``: seconds that a request waits for a remote store; 0 = the store is not asked.
+    ``explain_misses``: share of the requests with missing blocks whose reason is logged, at most once a second.
     ``weights_version``: identifies the model's weights in the cache's name, instead of a digest of their files.
     """
 
@@ -70,6 +72,7 @@ class EngineOptions:
     pin_wait: float = 0.05
     remote_wait: float = 2.0
     recompute_seconds_per_block: float = 0.0
+    explain_misses: float = 0.0
     weights_version: str | None = None
 
     @classmethod

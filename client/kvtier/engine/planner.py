@@ -147,6 +147,8 @@ class Planner:
                 return None
             request.pinned = request.fetch.lease
         found = self.leader.prefix_length(chain.span(0, limit), counts=not request.counted)
+        if self.options.explain_misses and found < limit and not request.counted:
+            self.leader.explain_miss(req_id, chain.span(0, limit))
         request.counted = True
         if found < limit and limit - request.first >= self.options.min_blocks and request.fetch is None:
             request.fetch = self._fetches.begin(chain.span(0, limit), found)
