@@ -296,6 +296,8 @@ def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants:
             return str(end)
     if any(each.there and each.cache == cache for each in miss.remote):
         return "Only the remote store has it."
+    if any(block.cache == cache and not block.residency for block in miss.blocks):
+        return "Its bytes were lost, and it is about to go with the blocks under it."
     if len({any(each) for each in places}) > 1:
         lacking = [str(group) for group, each in enumerate(places) if not any(each)]
         return f"Window groups {', '.join(lacking)} lack it."

@@ -41,10 +41,10 @@ class Walked:
     seen: Counter[str]
 
 
-def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
+def walk(seed: int, steps: int, *, inspect: bool = True, kind: type[World] = World) -> Walked:
     """Walks for at least ``steps`` calls of the core. Raises :class:`WalkFailed`."""
     choose = Chooser.seeded(seed)
-    world = World(Setup.draw(choose), inspect=inspect)
+    world = kind(Setup.draw(choose), inspect=inspect)
     while world.steps < steps:
         action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]
         try:
