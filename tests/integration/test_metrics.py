@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import NotFound, Tier
+from kvtier import Hint, NotFound, Tier
 from kvtier.abi.words import TIERS
 from kvtierd.service.metrics import METRICS
-from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
 from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import attached
@@ -33,7 +33,7 @@ def seen(pool):
 
     async def scraped():
         async with await patient(lent.address) as client:
-            await traffic(client)
+            await (await traffic(client)).hint(Hint("return", keys=KEYS, for_s=1))
             with pytest.raises(NotFound):
                 await client.remove_cache("none")
             return await scrape(lent)
@@ -188,3 +188,17 @@ async def test_a_client_that_says_nothing_holds_up_neither_the_daemon_nor_its_st
         cache = await client.open_cache("c", SPEC)
         assert (await cache.match(KEYS)).blocks == 0
         assert isinstance(await scrape(daemon), Scrape)  # after the silent one has been given up
+
+
+async def test_hints_are_counted_by_action_and_outcome(daemon, client):
+    cache = await client.open_cache("c", SPEC, budgets=sizes(host=4))
+    keys = await put_chain(cache, "hinted", 2)
+    await cache.hint(Hint("end", keys=keys), Hint("retain", keys=chain("absent", 1)))
+    await cache.hint(Hint("end", keys=keys))
+    await cache.hint(Hint("explode", keys=keys), Hint("boom", keys=keys))
+    seen = await scrape(daemon)
+    assert {action: seen.values("kvtier_hints_total", action=action) for action in ("end", "retain", "unknown")} == {
+        "end": {("accepted",): 2},
+        "retain": {("missing",): 1},
+        "unknown": {("rejected",): 2},
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,15 +89,25 @@ class _Order:
 class Hints:
     """Carries hints out."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, counts: Counter[tuple[str, str]]) -> None:
+        """``counts``: of hints by action and outcome."""
         self._engine: Final = engine
+        self._counts: Final = counts
         self._accounts: Final[WeakKeyDictionary[ClientSession, HintAccount]] = WeakKeyDictionary()
         self._moving: Final[set[asyncio.Task[None]]] = set()
 
     async def take(
         self, session: ClientSession, cache: ServedCache, hint: blocks_pb2.Hint, move: Mover
     ) -> blocks_pb2.HintResult:
-        """Carries a hint out. ``move``: :meth:`BlocksService.move`."""
+        """Carries a hint out, and counts it. ``move``: :meth:`BlocksService.move`."""
+        result = await self._taken(session, cache, hint, move)
+        outcome = blocks_pb2.HintOutcome.Name(result.outcome).removeprefix("HINT_OUTCOME_").lower()
+        self._counts[hint.action if hint.action in _ACTIONS else "unknown", outcome] += 1
+        return result
+
+    async def _taken(
+        self, session: ClientSession, cache: ServedCache, hint: blocks_pb2.Hint, move: Mover
+    ) -> blocks_pb2.HintResult:
         try:
             self._accounts.setdefault(session, HintAccount()).require_rate(time.monotonic())
             carry_out = _ACTIONS.get(hint.action)

@@ -64,6 +64,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_sessions": ("Client processes, attached or orphaned by a connection that broke", ("state",)),
     "kvtier_calls_total": ("Calls and streams that have ended, by what gRPC calls the outcome", ("method", "code")),
     "kvtier_refusals_total": ("Refused calls by the reason in the error's detail", ("reason",)),
+    "kvtier_hints_total": ("Hints by action and outcome", ("action", "outcome")),
     "kvtier_disk_free_bytes": ("Bytes free on the file system of the disk tier", ()),
     "kvtier_tier_bytes": (
         "Bytes by state, given to caches or left, which sum to the size",
@@ -294,6 +295,8 @@ class Metrics(Collector):
             yield "kvtier_calls_total", key, count
         for reason, count in ask.call_counts.refusals.items():
             yield "kvtier_refusals_total", (reason,), count
+        for hint, count in ask.call_counts.hints.items():
+            yield "kvtier_hints_total", hint, count
         for account in ask.catalog.accounts:
             place = str(account.tier), account.device
             yield "kvtier_tier_bytes", (*place, "given"), account.size - account.left
