@@ -62,7 +62,6 @@ class CallCounts:
         """Durations of calls with a single answer, by method."""
         self.refusals: Final[Counter[str]] = Counter()
         self.hints: Final[Counter[tuple[str, str]]] = Counter()
-        """By action and outcome."""
 
     @contextmanager
     def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[CountedCall]:

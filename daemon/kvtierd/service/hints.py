@@ -33,8 +33,8 @@ from kvtierd.service.sessions import ClientSession
 LONGEST_MS: Final = 3_600_000
 """Longest time that a hint may ask for."""
 HINTS_A_SECOND: Final = 1_000
-SHARE: Final = 8
-"""A client's hints keep at most one in this many blocks of the lowest tier at a time."""
+SHARE: Final = 128
+"""A client's hints keep at most one in this many blocks of the lowest tier at a time, or 8 blocks of a small one."""
 
 Mover: TypeAlias = Callable[[ClientSession, blocks_pb2.MoveRequest], Awaitable[object]]
 
@@ -59,7 +59,8 @@ class HintAccount:
         """Number of blocks that the session may still keep in the cache, without the target's."""
         self.kept = {target: kept for target, kept in self.kept.items() if kept[0] > now}
         others = (n for (cache, of), (_, n) in self.kept.items() if cache == order.cache.id and of != order.target)
-        return max(1, min(order.cache.slots[max(order.cache.slots)]) // SHARE) - sum(others)
+        slots = min(order.cache.slots[max(order.cache.slots)])
+        return max(1, slots // SHARE, min(8, slots // 8)) - sum(others)
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,6 +14,7 @@ from kvtier.cli import main
 from kvtier.replay.trace import key_of, read
 from kvtierd.core.ids import Key, Tier
 from kvtierd.core.policy import Policy
+from kvtierd.service.hints import SHARE
 from kvtierd.simulate.host import GROUP, Host
 from kvtierd.simulate.policy import BELADY, POLICIES, blocks_found
 from tests.unit.core.test_trace_ratio import EXTRACT
@@ -113,3 +114,25 @@ def test_a_shadow_misses_what_a_tier_under_its_policy_does(slots):
         host.request([Key(key) for key in chain[:slots]])
     estimate = host.core.stats().groups[GROUP].shadow_misses["lru"]
     assert abs(estimate - misses) < 0.03 * asked
+
+
+def found_of_other(policy: str, slots: int, share: int) -> int:
+    """Blocks that a tenant finds beside a tenant whose hints keep one in ``share`` blocks all the time, if not 0."""
+    sources = {name: traffic.KINDS["long chat"](traffic.Source(name, 250)) for name in ("hints", "other")}
+    requests = sorted((now, name, chain) for name, timed in sources.items() for now, chain in timed)
+    host, found, kept = Host({Tier.HOST: slots}, Policy(eviction=policy)), 0, 0
+    for now, name, chain in requests:
+        host.now = int(now * 1e9)
+        keys = [Key(key_of(2 * block + (name == "other"))) for block in chain]
+        found += host.request(keys).found * (name == "other")
+        if name == "hints" and share and kept < slots // share:
+            kept += (more := min(len(keys), slots // share - kept))
+            host._retain(keys[:more], 100, 3_600_000)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfuda"])
+def test_hints_cost_another_tenant_at_most_one_percent(policy: str) -> None:
+    without = found_of_other(policy, 1_300, 0)
+    assert found_of_other(policy, 1_300, SHARE) >= 0.99 * without > 0
+    assert found_of_other(policy, 1_300, 8) < 0.99 * without, "the bound is needed"
