@@ -15,10 +15,9 @@ import numpy as np
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Blocks
-from kvtier.engine.client import OPEN_S, EngineClient, opened
+from kvtier.engine.client import OPEN_S, EngineClient, PendingReset, opened
 from kvtier.engine.layout import cache_name
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions, Share
-from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument
 from kvtier.memory.planes import Pages
 from kvtier.sync import Client, SyncCache

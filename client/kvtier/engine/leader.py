@@ -27,10 +27,9 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
-from kvtier.engine.client import EngineClient, opened
+from kvtier.engine.client import EngineClient, PendingReset, opened
 from kvtier.engine.layout import Layout
 from kvtier.engine.options import Complaints, EngineOptions
-from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
 from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.events import WatchItem
