@@ -91,13 +91,14 @@ class Step(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Ended(KVConnectorWorkerMetadata):
-    """The workers' outcomes since the step before."""
+    """A step that has ended in the workers, and their outcomes since the step before."""
 
+    step: int
     outcomes: list[CopyResult]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Ended)
-        return Ended([*self.outcomes, *other.outcomes])
+        return Ended(max(self.step, other.step), [*self.outcomes, *other.outcomes])
 
 
 @dataclass(slots=True)
@@ -176,7 +177,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout: Layout | None = None
         self._mover: Mover | None = None
         self._loading: set[str] = set()
-        self._ended: list[CopyResult] = []
+        self._ended = Ended(0, [])
         self._planner: Planner | None = None
         self._requests: dict[str, _TrackedRequest] = {}
         self._reused: set[int] = set()
@@ -274,8 +275,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         results = KVConnectorTransferResults(finished_sending=set(step.saved))
         if step.idle and self._mover is not None:
             select.select([self._mover], [], [], _IDLE_S)
-        self._ended = self._mover.poll() if self._mover is not None else []
-        for outcome in self._ended:
+        self._ended = Ended(step.work.step, self._mover.poll() if self._mover is not None else [])
+        for outcome in self._ended.outcomes:
             if outcome.kind == "load" and outcome.request in self._loading:
                 self._loading.remove(outcome.request)
                 results.finished_recving.add(outcome.request)
@@ -289,7 +290,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return {page for pages in self._mover.failed_pages().values() for page in pages}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return Ended(self._ended) if self._ended else None
+        return self._ended
 
     # The scheduler's half. Nothing in it waits.
 
@@ -371,7 +372,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             # The tables are whole after a preemption; otherwise they have the new blocks only.
             self._reuse(tables or (), computed // self._tokens if name in cached.resumed_req_ids else 0)
             self._compute(name, computed, scheduler_output)
-        self._complete(())  # vLLM does not pass on an output without outcomes
         step = Step(self._planner.step(), frozenset(self._reused), frozenset(self._saved), idle=not scheduled)
         self._keep(step.work.saves)
         self._reused.clear()
@@ -382,8 +382,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         for name in connector_output.finished_recving or ():
             if name in self._requests:
                 self._requests[name].loading = False
-        if isinstance(connector_output.kv_connector_worker_meta, Ended):
-            self._complete(connector_output.kv_connector_worker_meta.outcomes)
+        ended = connector_output.kv_connector_worker_meta
+        if isinstance(ended, Ended) and self._planner is not None:
+            self._planner.computed(ended.step)
+            self._complete(ended.outcomes)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -22,6 +22,7 @@ from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
@@ -125,6 +126,8 @@ class Leader:
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
         self.name: Final = layout.cache(options.cache)
+        self.block_s = options.recompute_seconds_per_block or 0.0
+        """Seconds to compute a block: the store's blocks are fetched only if that is faster; 0 = always."""
         self._connection: Final = EngineClient(_log, self.name, partial(Client, options.address, timeout=CALL_S))
         self._reset: Final = PendingReset(self.name, options.address)
         self._groups: Final = range(len(layout.groups))
@@ -183,15 +186,29 @@ class Leader:
         cache = None if self._reset.due else self._cache
         return (cache and cache.reader.probe(keys, group)) or bytes(len(keys) // KEY_BYTES)
 
+    def on_disk(self, keys: bytes) -> NDArray[np.bool_]:
+        """Returns for each stored block whether only the disk has it, in the first full-attention group."""
+        residency = np.frombuffer(self.stored(keys, self._full[0]), np.uint8)
+        return np.equal(residency, Tier.DISK.bit)
+
+    def bring(self, keys: bytes, told: Callable[[float], None]) -> None:
+        """Brings blocks of the first full-attention group to memory, in the background. ``told``: called with the
+        seconds, on the leader's own thread, if all came."""
+
+        async def bring() -> None:
+            started = time.monotonic()
+            results = await cache.move(keys, Tier.HOST, timeout=CALL_S)
+            if set(results) == {BlockResult.OK}:
+                told(time.monotonic() - started)
+
+        if self._cache is not None:
+            cache = self._cache.in_group(self._full[0])
+            self._soon(bring, "the speed of the disk could not be measured")
+
     def sources(self, keys: bytes) -> dict[str, int]:
         """Counts the stored blocks by the fastest tier that has them, in the first full-attention group."""
-        cache = self._cache
-        found = None if cache is None else cache.reader.probe(keys, self._full[0])
-        if found is None:
-            return {"host": 0, "disk": 0}
-        residency = np.frombuffer(found, np.uint8)
-        host = int(np.count_nonzero(residency & (Tier.DEVICE.bit | Tier.HOST.bit)))
-        return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
+        disk = int(np.count_nonzero(self.on_disk(keys)))
+        return {"host": len(keys) // KEY_BYTES - disk, "disk": disk}
 
     def take(self, group: int, count: int) -> list[Slot]:
         """Takes up to ``count`` reserved slots of a group."""
@@ -263,8 +280,7 @@ class Leader:
 
     def fetch(self, keys: bytes, wait: float) -> Future[AcrossLease] | None:
         """Begins to fetch a prefix from the store and to hold it in the host tier. None: the daemon does not answer."""
-        price = self.options.recompute_seconds_per_block
-        return self._acquiring(keys, recompute_seconds_per_block=price, timeout=wait)
+        return self._acquiring(keys, recompute_seconds_per_block=self.block_s, timeout=wait)
 
     def _acquiring(self, keys: bytes, **wanted: Any) -> Future[AcrossLease] | None:
         cache, client = self._cache, self._connection.client
@@ -280,7 +296,7 @@ class Leader:
 
     def note_why_not_fetched(self, keys: bytes, blocks: int) -> None:
         """Counts, in the background, the reason why a fetch brought no more than ``blocks`` blocks."""
-        cache, price = self._cache, self.options.recompute_seconds_per_block
+        cache, price = self._cache, self.block_s
 
         async def look() -> None:
             reach = (await cache.across.match(keys, remote=True)).remote_blocks if cache is not None and price else 0

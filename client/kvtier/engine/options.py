@@ -26,11 +26,15 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "load_timeout": (0.01, 600.0),
     "pin_wait": (0, 60.0),
     "remote_wait": (0, 600.0),
-    "recompute_seconds_per_block": (0, 3600.0),
     "explain_misses": (0, 1.0),
 }
 """Least and most of each number. A number whose most is whole is whole."""
-_BYTES: Final = ("host_bytes", "disk_bytes")
+_OPTIONAL: Final[Mapping[str, tuple[float, float]]] = {
+    "host_bytes": (1, 1 << 60),
+    "disk_bytes": (1, 1 << 60),
+    "recompute_seconds_per_block": (0, 3600.0),
+}
+"""Like ``_NUMBERS``, or None."""
 _TEXTS: Final = ("address", "cache", "weights_version")
 SILENCE_S: Final = 0.05
 """Seconds that an engine waits, once, for a silent daemon."""
@@ -49,7 +53,8 @@ class EngineOptions:
 
     ``address``: of the daemon; None = its default. ``cache``: first part of the cache's name; None = the model's name.
     ``min_blocks``: shorter hits are not loaded. ``async_blocks``: loads of this many blocks or more do not delay the
-    step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
+    step. ``recompute_seconds_per_block``: only shorter loads are worth their time; None = measured, 0 = all loads are.
+    ``reserve_blocks``: slots reserved ahead in each group.
     ``remote_wait``: seconds that a request waits for a remote store; 0 = the store is not asked.
     ``explain_misses``: share of the requests with missing blocks whose reason is logged, at most once a second.
     ``weights_version``: identifies the model's weights in the cache's name, instead of a digest of their files.
@@ -71,7 +76,7 @@ class EngineOptions:
     pin: bool = False
     pin_wait: float = 0.05
     remote_wait: float = 2.0
-    recompute_seconds_per_block: float = 0.0
+    recompute_seconds_per_block: float | None = None
     explain_misses: float = 0.0
     weights_version: str | None = None
 
@@ -86,9 +91,9 @@ class EngineOptions:
         options = cls(**{**defaults, **settings})
         for name, (low, high) in _NUMBERS.items():
             require_within(f"kvtier setting {name}", getattr(options, name), low, high)
-        for name in _BYTES:
+        for name, (low, high) in _OPTIONAL.items():
             if getattr(options, name) is not None:
-                require_within(f"kvtier setting {name}", getattr(options, name), 1, 1 << 60)
+                require_within(f"kvtier setting {name}", getattr(options, name), low, high)
         for name in _TEXTS:
             require_kind(f"kvtier setting {name}", getattr(options, name), str, type(None))
         for name, words in _WORDS.items():

@@ -12,12 +12,16 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final, Self
+
+import numpy as np
 
 from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, NewBlock, Slot, Writing, placed
 from kvtier.engine.options import EngineOptions
+from kvtier.engine.prices import TRIAL_BLOCKS, Prices
 from kvtier.engine.remote import Fetch, Fetches
 from kvtier.engine.request import KeyChain, RequestHints
 from kvtier.engine.states import KeptStates
@@ -28,11 +32,6 @@ from kvtier.wire import MAX_KEYS, split_keys
 
 _log = logging.getLogger("kvtier.engine")
 
-_SMOOTHING: Final = 0.2
-"""Weight of the newest load in the mean seconds per block."""
-_FORGETTING: Final = 0.98
-"""Factor on the mean seconds per block after each load that this mean prevents, until a load is tried again."""
-
 
 @dataclass(slots=True)
 class _PlannedRequest:
@@ -40,10 +39,11 @@ class _PlannedRequest:
     most: int | None
     """Maximum number of blocks to save; None: all."""
     first: int = 0
-    """The first offered block; ``found``: the block after the last offered one."""
+    """The first offered block. ``found``, ``stored``: the block after the last one that is offered, or stored."""
     found: int = 0
+    stored: int = 0
     refused: str = ""
-    """The last reason for which nothing was offered."""
+    """The reason for which nothing, or only a part, was offered last."""
     counted: bool = False
     """Whether the hit ratio has counted the request."""
     bound: int | None = None
@@ -113,7 +113,7 @@ class Planner:
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._flush: Final[defaultdict[int, set[int]]] = defaultdict(set)
-        self._seconds_a_block = 0.0
+        self._prices: Final = Prices(self._tokens, self.options)
 
     @classmethod
     def open(cls, layout: Layout, options: EngineOptions, watcher: Callable[[WatchItem], None] | None = None) -> Self:
@@ -146,20 +146,22 @@ class Planner:
             if self._fetches.is_pending(request.fetch):
                 return None
             request.pinned = request.fetch.lease
-        found = self.leader.prefix_length(chain.span(0, limit), counts=not request.counted)
-        if self.options.explain_misses and found < limit and not request.counted:
+        stored = request.stored = self.leader.prefix_length(chain.span(0, limit), counts=not request.counted)
+        if self.options.explain_misses and stored < limit and not request.counted:
             self.leader.explain_miss(req_id, chain.span(0, limit))
         request.counted = True
-        if found < limit and limit - request.first >= self.options.min_blocks and request.fetch is None:
+        found = self._worth(request)
+        if found == stored < limit and limit - request.first >= self.options.min_blocks and request.fetch is None:
             request.fetch = self._fetches.begin(chain.span(0, limit), found)
             if request.fetch is not None:
                 if waits:
                     return None
                 self._fetches.leave(request.fetch)
-        if (why := self._why_not(found - request.first)) is not None:
-            if why != request.refused:  # the engine asks again in each step
-                self._note(f"not offered: {why}")
-            request.refused = why
+        why, offered = self._why_not(request, found), found - request.first >= self.options.min_blocks
+        if why and why != request.refused:  # the engine asks again in each step
+            self._note(f"{'offered in part' if offered else 'not offered'}: {why}")
+        request.refused = why
+        if not offered:
             self._unpin(request)
             return 0
         if self.options.pin:
@@ -187,7 +189,7 @@ class Planner:
         else 0. The state there is worth saving: chains branch at that token."""
         request = self._requests[req_id]
         shared = self.leader.prefix_length(request.chain.packed, stateless=True)
-        return shared * self._tokens if shared > request.found else 0
+        return shared * self._tokens if shared > max(request.found, request.stored) else 0
 
     # -- what the engine does --------------------------------------------------------------------------------------
 
@@ -221,6 +223,8 @@ class Planner:
         self._note("blocks being loaded", end - first)
         waits = not self.is_async(req_id) if sync is None else sync
         number = next(self._numbers)
+        on_disk = self.leader.sources(request.chain.span(first, end))["disk"]
+        self._prices.begin_load(number, end - first, on_disk, sync=waits)
         self._loads.append(Load(number, req_id, keys, pages, end - first, waits))
         self._tickets[number] = _Ticket(request, req_id, set(self._ranks), pages, first, end - first, sync=waits)
         request.loading.add(number)
@@ -240,6 +244,7 @@ class Planner:
         ``chain``: the keys of a request that had no offer.
         """
         request = self._known(req_id, chain) if chain is not None else self._requests.get(req_id)
+        self._prices.plan(computed_tokens, new_tokens)
         if request is not None:
             self._scheduled[req_id] = request
             if not request.complete and computed_tokens >= self._tokens:
@@ -258,7 +263,12 @@ class Planner:
         saves, self._saves = tuple(self._saves), []
         flush = {group: frozenset(pages) for group, pages in self._flush.items()}
         self._flush.clear()
-        return Work(loads, saves, flush)
+        return Work(loads, saves, flush, self._prices.begin_step(waits=any(load.sync for load in loads)))
+
+    def computed(self, step: int) -> None:
+        """Notes that the engine has the output of a step, which teaches the price of computing."""
+        self._prices.end_step(step)
+        self.leader.block_s = self._prices.block_s
 
     def finished(
         self, req_id: str, tables: Mapping[int, Sequence[int]] | None = None, hints: RequestHints | None = None
@@ -331,9 +341,6 @@ class Planner:
                 ticket.failed[group] |= pages
             self._note(f"{outcome.kind} bytes", outcome.nbytes)
             self._note(f"{outcome.kind} microseconds", round(outcome.seconds * 1e6))
-            if outcome.kind == "load" and not outcome.failed:
-                weight = _SMOOTHING if self._seconds_a_block else 1.0
-                self._seconds_a_block += weight * (outcome.seconds / max(1, outcome.blocks) - self._seconds_a_block)
             if ticket.ranks:
                 continue
             del self._tickets[outcome.ticket]
@@ -343,6 +350,7 @@ class Planner:
             if ticket.writing is not None:
                 self._written(ticket, ticket.writing)
                 continue
+            self._prices.end_load(outcome.ticket, outcome.seconds, failed=bool(ticket.failed))
             if ticket.failed and ticket.sync:
                 self._distrust()
             if not ticket.cancelled:
@@ -397,17 +405,26 @@ class Planner:
             self.leader.commit(Writing({}, hints=told))
         self._scheduled.pop(req_id, None)
 
-    def _why_not(self, blocks: int) -> str | None:
-        """Returns the reason for offering none of ``blocks`` blocks; None: they are worth a load."""
-        if blocks <= 0:
+    def _why_not(self, request: _PlannedRequest, found: int) -> str:
+        """Returns the reason for offering less than the stored prefix: its first ``found`` blocks; empty: no reason."""
+        if request.stored <= request.first:
             return "nothing is stored" if self.leader.answers else "the daemon does not answer"
-        if blocks < self.options.min_blocks:
+        if request.stored - request.first < self.options.min_blocks:
             return "too few blocks"
-        price = self.options.recompute_seconds_per_block
-        if price and self._seconds_a_block > price:
-            self._seconds_a_block *= _FORGETTING
-            return "to recompute is cheaper"
-        return None
+        return "to recompute is cheaper" if found < request.stored else ""
+
+    def _worth(self, request: _PlannedRequest) -> int:
+        """Returns the end of the part of the stored prefix that is worth a load. If the disk is too slow for the rest,
+        tries at times, in the background, whether it still is."""
+        chain, first = request.chain, request.first
+        on_disk = self.leader.on_disk(chain.span(first, request.stored))
+        found = self._prices.worth(on_disk, first * self._tokens)
+        if found == len(on_disk):
+            return request.stored
+        slow = np.flatnonzero(on_disk[found:])[:TRIAL_BLOCKS] + first + found
+        if self._prices.trial_is_due(len(slow)):
+            self.leader.bring(chain.pick(slow.tolist()), partial(self._prices.tried, len(slow)))
+        return self.leader.prefix_length(chain.span(0, first + found))  # every group can serve it
 
     def _needed(self, group: int, first: int, tokens: int) -> list[int]:
         """Returns the blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""
@@ -556,6 +573,7 @@ class Planner:
         self._loads = [each for each in self._loads if each.ticket not in unsent]
         for number in unsent:
             del self._tickets[number]
+            self._prices.end_load(number)
         request.loading -= unsent
         if request.fetch is not None:
             self._fetches.leave(request.fetch)

@@ -51,11 +51,13 @@ class Save:
 
 @dataclass(slots=True, frozen=True)
 class Work:
-    """The copies of one step. ``flush``: pages that the engine takes away; no copy may touch them any more."""
+    """The copies of one step. ``flush``: pages that the engine takes away; no copy may touch them any more. ``step``:
+    its number."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     flush: FailedPages = field(default_factory=dict)
+    step: int = 0
 
 
 @dataclass(slots=True, frozen=True)
