@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,13 +66,18 @@ def _ip(arguments: str) -> None:
 
 @contextmanager
 def daemon_on(
-    host: Host | None, sizes: Mapping[Tier, int], flags: list[str], variables: Mapping[str, str] = MappingProxyType({})
+    host: Host | None,
+    sizes: Mapping[Tier, int],
+    flags: list[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    program: Sequence[str] = ("kvtierd.main",),
 ) -> Iterator[DaemonProcess]:
     """With a state of its own; ``host`` None: on this machine."""
     home = Path(tempfile.mkdtemp(prefix="kv-"))
     daemon = DaemonProcess(home, sizes, flags)
     daemon.within = [] if host is None else host.within
     daemon.variables.update(variables)
+    daemon.program = [*program]
     daemon.start()
     try:
         yield daemon

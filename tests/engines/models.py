@@ -38,6 +38,14 @@ def medium() -> Any:
     return LlamaConfig(**{**_COMMON, **sizes})
 
 
+def wide() -> Any:
+    """Keys and values are large next to the time that they take to compute: 32 KiB a token."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    return LlamaConfig(**{**_COMMON, **sizes})
+
+
 def hybrid() -> Any:
     """Two of three layers see the last 64 tokens only."""
     from transformers import Olmo3Config
@@ -90,6 +98,7 @@ def states() -> Any:
 KINDS: Final[Mapping[str, Callable[[], Any]]] = {
     "llama": llama,
     "medium": medium,
+    "wide": wide,
     "hybrid": hybrid,
     "mla": mla,
     "states": states,

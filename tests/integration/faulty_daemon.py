@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.main import main
 from kvtierd.service import assembly, catalog
 from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.disk.store import DiskRead, DiskStore, ReadReport
 
 
 def keeps_the_generation() -> None:
@@ -68,6 +70,21 @@ def dies_in_a_resize() -> None:
     setattr(supervise, "own_command", lambda arguments: [*command, *arguments])  # noqa: B010  its daemon has the fault, too
 
 
+def reads_slowly() -> None:
+    """The disk gives as many bytes a second as the file says that $KVTIER_DISK_SPEED names."""
+    read, turn = DiskStore.read, threading.Lock()
+
+    def slowly(disk: DiskStore, reads: Sequence[DiskRead]) -> ReadReport:
+        nbytes = sum(len(part) for each in reads for part in each.parts)
+        with turn:
+            until = time.monotonic() + nbytes / float(Path(os.environ["KVTIER_DISK_SPEED"]).read_text())
+            report = read(disk, reads)
+            time.sleep(max(0.0, until - time.monotonic()))
+        return report
+
+    setattr(DiskStore, "read", slowly)  # noqa: B010
+
+
 def _plant(
     begin_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], list[SlotId]],
     end_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], None],
@@ -83,7 +100,7 @@ def _was_never_used(arena: Arena, tier: Tier, group: GroupId, slot: SlotId) -> b
 SEEN_BY_READERS: Final = (keeps_the_generation, turns_odd_too_late)
 """With these some reader is given wrong bytes."""
 FAULTS: Final[Mapping[str, Callable[[], None]]] = {
-    fault.__name__: fault for fault in (*SEEN_BY_READERS, hangs_when_told, dies_in_a_resize)
+    fault.__name__: fault for fault in (*SEEN_BY_READERS, hangs_when_told, dies_in_a_resize, reads_slowly)
 }
 
 

@@ -21,6 +21,7 @@ from kvtier.engine.work import NO_PAGE
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.wire import MAX_KEYS
 from tests.engine.toy import PLAIN, STAGES, TOKENS, Engine, Run, Worker, assert_right, engine, wait_until
+from tests.integration.blocks import sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S
 
@@ -190,6 +191,52 @@ def test_a_load_that_costs_more_than_to_compute_is_not_offered(daemon):
         assert toy.run(PROMPT).loaded == 10  # nothing has been measured yet
         assert toy.run(PROMPT).loaded == 0
         assert toy.planner.stats()["not offered: to recompute is cheaper"] == 1
+
+
+def test_a_slow_disk_is_left_until_it_is_fast_again(short_dir, monkeypatch):
+    monkeypatch.setattr("kvtier.engine.prices.PAUSE_S", 0.1)
+    daemon, speed = DaemonProcess(short_dir, sizes(host=4096, disk=4096)), short_dir / "speed"
+    daemon.program = ["tests.integration.faulty_daemon", "reads_slowly"]
+    daemon.variables["KVTIER_DISK_SPEED"] = str(speed)
+    with (
+        daemon,
+        warm(daemon.address, recompute_seconds_per_block=0.05, load_timeout=20.0) as toy,
+        Client(daemon.address) as client,
+    ):
+        cache, chain = client.open_cache(toy.planner.leader.name), toy.chain(PROMPT)
+        keys, counts = [chain.key(at) for at in range(10)], toy.planner.stats
+
+        def slow() -> int:
+            return int(toy.planner.leader.on_disk(chain.packed).sum())
+
+        def loaded_from_disk() -> int:
+            wait_until(lambda: cache.move(keys, Tier.DISK) == [BlockResult.OK] * 10 and slow() == 10)
+            return toy.run(PROMPT).loaded
+
+        speed.write_text("60e3")  # 0.2 s a block
+        assert loaded_from_disk() == 10
+        assert loaded_from_disk() == 0
+        assert counts()["not offered: to recompute is cheaper"] == 1
+        wait_until(lambda: slow() == 2)  # a trial
+        assert toy.run(PROMPT).loaded == 8
+        assert counts()["offered in part: to recompute is cheaper"] == 1
+        speed.write_text("1e12")
+        wait_until(lambda: loaded_from_disk() == 10)
+        toy.settle()
+        assert counts()["blocks being saved"] == 10
+        missed = [each.queried - each.found for each in client.stats().caches]
+        assert missed == [10], "the first prompt, which was not stored"
+
+
+@pytest.mark.parametrize("layout", [PLAIN, HYBRID, STAGES, STATES], ids=lambda layout: layout.model)
+def test_of_each_prefix_that_is_worth_a_load_the_rest_is_computed_and_not_stored_again(daemon, layout, monkeypatch):
+    with warm(daemon.address, layout) as toy:
+        for blocks in range(11):
+            monkeypatch.setattr("kvtier.engine.prices.Prices.worth", lambda *_, most=blocks: most)
+            run = toy.run(PROMPT)
+            assert (run.loaded, run.computed, run.failed) == (blocks, 10 - blocks, 0)
+        toy.settle()
+        assert toy.planner.stats()["blocks being saved"] == 10
 
 
 @pytest.mark.parametrize(("save_decode", "saved"), [(True, 3), (False, 0)])
