@@ -17,7 +17,7 @@ from kvtierd.core.acquires import Acquires, AcquireTicket
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
-from kvtierd.core.eviction import LEAF, Lfuda
+from kvtierd.core.eviction import LEAF
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holds
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier, Traits
@@ -165,12 +165,6 @@ def _touches_parents_first(right: Method, state: GroupState, blocks: Iterable[Bl
         for block, moment in zip(touched, latest_first, strict=True):
             block.used(moment)
             state.reconsider(block)
-
-
-def _leaves_parents_down(right: Method, evictor: Lfuda, block: Block) -> None:
-    parent, block.parent = block.parent, None
-    right(evictor, block)
-    block.parent = parent
 
 
 # -- retention -----------------------------------------------------------------------------------------------------
@@ -353,7 +347,6 @@ FAULTS: Final = {
         Fault("rest_of_a_climb_forgotten", ((Ancestry, "climb", _forgets_the_rest),), outside=False),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
         Fault("never_written_down", ((Background, "_wanted", _answers(False)),)),
-        Fault("children_lifted_alone", ((Lfuda, "use", _leaves_parents_down),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
         Fault("expiry_untold", ((Ancestry, "give", _expires_untold),)),

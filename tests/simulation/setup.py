@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.policy import GroupShape, Policy, RemotePolicy, RemoteWrites, WriteMode
 from tests.simulation.chooser import Chooser
@@ -91,7 +90,7 @@ class Setup:
             clean_most=choose.pick((0.0, 0.0, 0.5, 1.0)),
             thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
             write_policy=choose.pick((WriteMode.BACK, WriteMode.THROUGH, WriteMode.SELECTIVE)),
-            eviction=choose.pick(tuple(EVICTORS)),
+            eviction=choose.pick(("lru", "learned")),
             reserve_shift=(shift := choose.pick((7, 3, 2))),
             ahead_share=3 if shift == 7 else 32,  # no draw of its own: walks without leases ahead stay as they were
             waiting_victims=choose.pick((16, 3, 1)),

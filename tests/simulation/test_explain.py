@@ -79,7 +79,11 @@ class ExplainedWorld(World):
         for key in event.blocks.keys or self.logs:  # an event without blocks passes every filter
             self.logs[key].append(replace(told, packed_keys=key if event.blocks.keys else b""))
         blocks = {(event.group, key) for key in event.blocks.keys}
-        empty = {(event.group, change.key) for change in event.blocks if not change.residency}
+        empty = {
+            (event.group, key)
+            for key, where in zip(event.blocks.keys, event.blocks.residencies, strict=True)
+            if not where
+        }
         self.hollow = self.hollow - blocks | empty
         if event.type is STORED:
             self.stored |= blocks

@@ -23,7 +23,6 @@ CAUGHT: Final = {
     "demoted_amid_a_loss": 16,
     "queue_overtaken": 14,
     "stuck_parents_kept": 14,
-    "children_lifted_alone": 12,
     "hollow_blocks_matched": 11,
     "never_written_down": 10,
     "window_never_slides": 6,

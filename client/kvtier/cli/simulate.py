@@ -146,7 +146,7 @@ def policy(
     from kvtierd.simulate.policy import POLICIES, Oracle, blocks_found  # nothing else here needs the daemon
 
     chains, oracle = run(_chains(trace, requests)), Oracle(**hints) if hints else None
-    times = run(arrivals(trace, requests)) if hints else []
+    times = run(arrivals(trace, requests))
     rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
         for count, name in bar.track(list(product(slots, POLICIES)), description="hosts"):

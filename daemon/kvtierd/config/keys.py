@@ -306,7 +306,9 @@ class Config(BaseSettings):
         description="Time of copies down: when the slot is needed, at once, or at the second use. A cache can "
         "override this key and the next four.",
     )
-    eviction: Literal["lru", "lfuda"] = Field("lru", description="Order of eviction within a priority.")
+    eviction: Literal["learned", "lru", "lfuda"] = Field(
+        "learned", description="Order of eviction within a priority. lfuda is an older name of learned."
+    )
     event_hash: Literal["", "v1_block_key", "v2_sha256", "v2_sha256_64"] = Field(
         "", description="Extra hashes in events, for TensorRT-LLM routers."
     )

@@ -7,6 +7,7 @@ copy a tier.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -94,6 +95,14 @@ class Copy:
         return self.reads // UPWARDS + self.reads % UPWARDS
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Use:
+    """The last use of some blocks, shared by all that a request used alike: their ``number``th, ``at`` nanoseconds."""
+
+    number: int
+    at: int
+
+
 class Block:
     """
     insert, recover --> indexed --remove--> unindexed --last hold, read and fill end--> gone
@@ -120,6 +129,7 @@ class Block:
         "rank",
         "residency",
         "traits",
+        "use",
     )
 
     def __init__(self, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
@@ -146,6 +156,8 @@ class Block:
         self.residency = 0
         """Tiers whose copy is valid, as a bit set."""
         self.indexed = False
+        self.use: Use | None = None
+        """The last use by a request, as far as it is known."""
 
     def __str__(self) -> str:
         return self.key.hex()

@@ -1,41 +1,46 @@
-"""Eviction order: one small class for each policy.
+"""Eviction order.
 
 A block's place in the order is its rank, one number for all tiers. So no parent ranks under its child, even in
-another tier, and comparing numbers orders a tier's candidates. Policies differ in how a use changes the rank.
+another tier, and comparing numbers orders a tier's candidates. Among the leaves of the lowest tier, the learned value
+of a block (``core/returns.py``) may decide instead.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Final
 
-from kvtierd.core.block import Block, Copy
+from kvtierd.core.block import Block, Copy, Use
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.core.shadow import LEVELS, LFUDA, LRU, REMEMBERED, Departed, Shadows
+from kvtierd.core.returns import DRAWS, LEARNED, LRU, Departed, Draws, ReturnTimes, Shadows
 
-USES: Final = 2.5
-"""Uses of a block by one request: on a find or store, and on the release."""
-_LEVEL_STEP: Final = 8
-"""Distance between the orders of two uses; the level of a block fits in between."""
+POLICIES: Final[Mapping[str, str]] = {LRU: LRU, LEARNED: LEARNED, "lfuda": LEARNED}
+"""Policies by their name in a cache's options. ``lfuda`` is the name in the options of older caches."""
+
 _SLOT_BITS: Final = 32
 _SLOT: Final = (1 << _SLOT_BITS) - 1
 SWEPT_AN_OFFER: Final = 2
 """Entries of a candidate list that one offer looks at while stale entries are swept out."""
 
 
-class Lru:
-    """Ranks the blocks of one group: lowest priority first, then least recently used. Base class of the other policies.
+class Evictor:
+    """Ranks the blocks of one group: lowest priority first, then least recently used; and values them.
 
-    Orders inside a priority are unique. A parent's order is above its child's once both have been used.
+    Orders inside a priority are unique. A parent's order is above its child's once both have been used. With the policy
+    "learned", the values choose among the leaves of the lowest tier while the shadows say that fewer requests miss.
     """
 
-    def __init__(self, slots: int, shadows: Shadows) -> None:
-        """``slots``: slots of the group's lowest tier. ``shadows``: estimate the misses of each policy."""
+    def __init__(self, policy: str, slots: int) -> None:
+        """``slots``: slots of the group's lowest tier."""
         self._clock = 0
-        self.lift = 0
-        """Distance in the order that one level adds. The last bits of a block's order are its level."""
+        self._learned = POLICIES[policy] == LEARNED
+        self._departed = Departed(slots)
+        self.times = ReturnTimes()
+        self.shadows = Shadows(slots, self.times)
+        self.by_value = False
+        """Whether values choose."""
 
     def use(self, block: Block) -> None:
         """Counts a use of the block. The caller also uses all its ancestors, children before parents."""
@@ -44,75 +49,22 @@ class Lru:
 
     def enter(self, block: Block) -> None:
         """Counts the first use of a block that is now indexed."""
+        block.use = self._departed.recall(block.key)
         self.use(block)
 
-    def found(self, blocks: Sequence[Block]) -> None:
-        """Counts one use of each block that a request found, however often the request touches the block."""
-
-    def settle(self) -> None:
-        """Lets the policy change how a use ranks. Called when every use has reached all ancestors."""
+    def asked(self, found: Sequence[Block], made: Sequence[Block], now: int) -> None:
+        """Counts a request that found some blocks and made others, parents before children."""
+        for blocks in (found, made):
+            if blocks:
+                self.times.request(blocks, now)
+        self.shadows.see(reversed(made))
+        self.shadows.see(reversed(found))
+        self.by_value = self._learned and self.shadows.favour_learned
 
     def leave(self, block: Block) -> None:
         """Forgets a block that is no longer indexed."""
-
-
-class Lfuda(Lru):
-    """Keeps blocks that are used more often longer: LFU with dynamic aging (Arlitt et al., 2000) for chains.
-
-    Each use after the first, up to :data:`LEVELS`, moves a block as far back in the order as one use of every slot
-    would. Uses are remembered after a block has left. While the shadows say that plain LRU finds more, LRU alone
-    decides. A block's level, at most its parent's, is the last bits of its order, so orders are unique.
-    """
-
-    def __init__(self, slots: int, shadows: Shadows) -> None:
-        super().__init__(slots, shadows)
-        self.lift = int(USES * slots) * _LEVEL_STEP
-        self._lifts = False
-        self._shadows = shadows
-        self._levels: dict[Block, int] = {}
-        """Levels of the blocks that have been used more than once."""
-        self._least: dict[Block, int] = {}
-        """Least level of each parent whose child has just been used and whose own use is still to come."""
-        self._departed = Departed(slots + REMEMBERED)
-
-    def use(self, block: Block) -> None:
-        self._clock += 1
-        level = self._levels.get(block, 0) if self._lifts else 0
-        if self._least:
-            level = max(level, self._least.pop(block, 0))
-        order = self._order(level)
-        while order <= block.order:  # children that are not used now must keep lower ranks
-            level += 1
-            order = self._order(level)
-        block.used(order)
-        if level and block.parent is not None:
-            self._least[block.parent] = max(level, self._least.get(block.parent, 0))
-
-    def _order(self, level: int) -> int:
-        return self._clock * _LEVEL_STEP + level * (self.lift + 1)
-
-    def enter(self, block: Block) -> None:
-        level = self._departed.recall(block.key)
-        if level is not None:
-            self._levels[block] = min(level + 1, LEVELS - 1)
-        block.used(0)
-        self.use(block)
-
-    def found(self, blocks: Sequence[Block]) -> None:
-        levels = self._levels
-        for block in blocks:
-            levels[block] = min(levels.get(block, 0) + 1, LEVELS - 1)
-
-    def settle(self) -> None:
-        self._lifts = self._shadows.favour(LFUDA)
-
-    def leave(self, block: Block) -> None:
-        self._least.pop(block, None)
-        self._departed.add(block.key, self._levels.pop(block, 0))
-
-
-EVICTORS: Final[Mapping[str, type[Lru]]] = {LRU: Lru, LFUDA: Lfuda}
-"""Policies by their name in a cache's options."""
+        if block.use is not None:
+            self._departed.add(block.key, block.use)
 
 
 class Ranked:
@@ -187,6 +139,56 @@ class Ranked:
         return iter({block: None for block in found if block is not None})
 
 
+class Valued(Ranked):
+    """Candidates of which the least valuable goes first within the lowest priority.
+
+    The least valuable is found among candidates drawn at random. Then its ancestors follow, as long as they have the
+    same last use and so the same value.
+    """
+
+    def __init__(self, tier: Tier, bit: int, blocks: Sequence[Block | None], evictor: Evictor) -> None:
+        super().__init__(tier, bit, blocks)
+        self._evictor = evictor
+        self._draws = Draws()
+        self._run: Use | None = None
+        self._above: Block | None = None
+        """The parent of the last victim. ``_run``: the victim's last use."""
+
+    def victim(self, spared: Collection[Block] = ()) -> Block | None:
+        first = super().victim(spared)
+        if first is None or not self._evictor.by_value:
+            return first
+        chosen = self._following(first, spared) or self._least(first, spared)
+        self._run, self._above = chosen.use, chosen.parent
+        return chosen
+
+    def _following(self, first: Block, spared: Collection[Block]) -> Block | None:
+        """The parent of the last victim, if it is a candidate of the same value."""
+        block, self._above = self._above, None
+        if block is None or block.use is not self._run or block.priority != first.priority or block in spared:
+            return None
+        copy = block.copies[self._tier]
+        return block if copy is not None and copy.listed & self._bit else None
+
+    def _least(self, first: Block, spared: Collection[Block]) -> Block:
+        value = self._evictor.times.value
+        chosen, least = first, value(first.use)
+        for entry in self._drawn():
+            block = self._listed(entry)
+            if block is not None and block.priority == first.priority and block not in spared:
+                worth = value(block.use)
+                if worth < least or (worth == least and block.rank < chosen.rank):
+                    chosen, least = block, worth
+        return chosen
+
+    def _drawn(self) -> Iterator[int]:
+        """Some entries; all, if they are few."""
+        heap, old = self._heap, self._old
+        entries = len(heap) + len(old)
+        places = map(self._draws.place, repeat(entries, DRAWS)) if entries > DRAWS else range(entries)
+        return (heap[place] if place < len(heap) else old[place - len(heap)] for place in places)
+
+
 REDUNDANT: Final = 1
 DEMOTABLE: Final = 2
 CLEAN: Final = 4
@@ -203,17 +205,16 @@ class Candidates:
     not redundant, and its priority or a copy below lets it go down; one copy downwards may read it. ``clean``: valid in
     a tier below, so it leaves without a copy. ``leaf``: in no other tier and without indexed children, so it may be
     dropped. ``dirty``: demotable, unread, and not in a tier below or on the way there. ``unsettled``: in the lowest
-    tier, blocks for the remote store. ``cleans``: number of clean or redundant blocks. ``lift``: distance in the order
-    that a level adds; it is taken off here, except in the lowest tier (0), which blocks leave for good.
+    tier, blocks for the remote store. ``cleans``: number of clean or redundant blocks. ``evictor``: for the lowest
+    tier, which blocks leave for good.
     """
 
-    def __init__(self, tier: Tier, slots: int, lift: int) -> None:
-        self._lift = lift
+    def __init__(self, tier: Tier, slots: int, evictor: Evictor | None) -> None:
         self._blocks: list[Block | None] = [None] * slots
         self.redundant = Ranked(tier, REDUNDANT, self._blocks)
         self.demotable = Ranked(tier, DEMOTABLE, self._blocks)
         self.clean = Ranked(tier, CLEAN, self._blocks)
-        self.leaf = Ranked(tier, LEAF, self._blocks)
+        self.leaf = Ranked(tier, LEAF, self._blocks) if evictor is None else Valued(tier, LEAF, self._blocks, evictor)
         self.dirty = Ranked(tier, DIRTY, self._blocks)
         self.unsettled = Ranked(tier, UNSETTLED, self._blocks)
         self.cleans = 0
@@ -221,8 +222,6 @@ class Candidates:
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
         before, rank = copy.listed, block.rank
-        if self._lift and rank % _LEVEL_STEP:
-            rank -= rank % _LEVEL_STEP * self._lift
         unchanged = before if rank == copy.ranked else 0
         if lists == unchanged and lists == before:
             return

@@ -112,7 +112,7 @@ def _group(window: WindowManager) -> GroupCounts:
         found=window.use_counts.found,
         stored=state.stored,
         removed=state.removed,
-        shadow_misses=state.shadows.misses,
+        shadow_misses=state.evictor.shadows.misses,
     )
 
 

@@ -14,14 +14,13 @@ from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Bloc
 from kvtierd.core.conversations import Conversations
 from kvtierd.core.errors import InvariantViolation, TierOutOfService
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
-from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates
+from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, UNSETTLED, Candidates, Evictor
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, NOBODY, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.index import BlockIndex, Departures, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WriteMode
 from kvtierd.core.remote import GroupRemote
 from kvtierd.core.retention import Clocks
-from kvtierd.core.shadow import Shadows
 from kvtierd.core.slots import (
     SLOT_BLANK,
     SLOT_FILLING,
@@ -46,12 +45,12 @@ class GroupState:
         self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
         slots = shape.slots[self.tiers[-1]]
-        self.shadows = Shadows(slots)
-        self.evictor = EVICTORS[policy.eviction](slots, self.shadows)
+        self.evictor = Evictor(policy.eviction, slots)
         self._candidates = {
-            tier: Candidates(tier, shape.slots[tier], self.evictor.lift if self.below[tier] else 0)
-            for tier in self.tiers
+            tier: Candidates(tier, shape.slots[tier], None if self.below[tier] else self.evictor) for tier in self.tiers
         }
+        self.now = 0
+        """Time of the last call that asked for blocks."""
         self.ledgers = recorder.ledgers(self.group, self.tiers)
         self._changed: dict[Block, None] = {}
         """Blocks changed since the last placement, which may belong on other candidate lists."""
@@ -119,7 +118,7 @@ class GroupState:
 
     def victims(self, tier: Tier) -> Candidates:
         """Like :meth:`candidates`, after due changes of rank. Call this before taking a victim."""
-        self._climb()
+        self.ancestry.climb()
         return self.candidates(tier)
 
     def _place_changed(self) -> None:
@@ -435,19 +434,12 @@ class GroupState:
     def touch(self, blocks: Iterable[Block]) -> None:
         """Uses these blocks and all their ancestors, children before parents, otherwise in this order."""
         self.ancestry.use(blocks)
-        self._climb()
+        self.ancestry.climb()
 
     def ask(self, found: Sequence[Block], made: Sequence[Block]) -> None:
         """Counts a request that found some blocks and made others, parents before children."""
         self.conversations.found(found)
-        self.evictor.found(found)
-        self.shadows.see(reversed(made))
-        self.shadows.see(reversed(found))
-
-    def _climb(self) -> None:
-        self.ancestry.climb()
-        if not self.ancestry.due:
-            self.evictor.settle()
+        self.evictor.asked(found, made, self.now)
 
     def _use(self, block: Block) -> None:
         self.evictor.use(block)
@@ -467,7 +459,7 @@ class GroupState:
     def stamp(self, now: int) -> None:
         """Ends a call: started clocks run from ``now``, slot records get changed retention, changed blocks go on their
         lists."""
-        self._climb()
+        self.ancestry.climb()
         self._place_changed()
         self.ancestry.end_call()
         self.steps_left = self.policy.blocks_a_call

@@ -213,6 +213,7 @@ class BlockManager:
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
         window.state.require(owned.tier)
+        window.state.now = now
         results = window.holds.store(owned, items, hold=hold and not release, cause=cause)
         if conversation and items and window.state.conversations is self.conversations:
             self.conversations.reach(conversation, items[-1].key, now)
@@ -241,6 +242,8 @@ class BlockManager:
         """
         windows = [self._window(group) for group in groups or self.windows]
         windows[0].state.require(tier)  # a tier is lost for all groups
+        for window in windows:
+            window.state.now = now
         tickets = [self.acquires.match(self._next_ticket(), session, windows, tier, chain, now) for chain in chains]
         for ticket, chain in zip(tickets, chains, strict=True):
             if chain.conversation and ticket.matched:
@@ -285,6 +288,7 @@ class BlockManager:
         beyond the limit of a call, counted from the last key back, only become more recent.
         """
         window = self._window(group)
+        window.state.now = now
         window.use_counts.touch(keys)
         return self._outcome(now)
 

@@ -12,9 +12,10 @@ from typing import Any, Final, Self
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import caches_pb2
-from kvtierd.core.eviction import EVICTORS
+from kvtierd.core.eviction import POLICIES
 from kvtierd.core.ids import CHECKSUM_BYTES, CacheId, Tier
 from kvtierd.core.policy import NEVER, Policy, WriteMode
+from kvtierd.core.returns import LEARNED
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.devices import Device
@@ -22,7 +23,7 @@ from kvtierd.service.errors import bad_argument
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE, same_fields
 
-EVICTION_POLICIES: Final = frozenset(EVICTORS)
+EVICTION_POLICIES: Final = frozenset(POLICIES)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
 """Hashes that events can have beside the keys."""
 _NAMES: Final[Mapping[str, frozenset[str]]] = {
@@ -54,7 +55,7 @@ class CacheSettings:
     """
 
     write_policy: WriteMode = WriteMode.BACK
-    eviction: str = "lru"
+    eviction: str = LEARNED
     event_hash: str = ""
     keep_tokens: bool = False
     thresholds: tuple[tuple[int, int, int], ...] = ()

@@ -348,7 +348,7 @@ class Daemon:
             caps,
             self._directories.forgotten,
             self._remote_tier,
-            Hints(self._engine, self._dispatcher.call_counts.hints),
+            Hints(self._engine, self._sessions, self._dispatcher.call_counts.hints),
         )
         servicers = {
             "kvtier.v1.Caches": CachesService(

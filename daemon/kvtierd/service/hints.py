@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,10 @@ LONGEST_MS: Final = 3_600_000
 """Longest time that a hint may ask for."""
 HINTS_A_SECOND: Final = 1_000
 SHARE: Final = 128
-"""A client's hints keep at most one in this many blocks of the lowest tier at a time, or 8 blocks of a small one."""
+"""A client's hints keep at most one in this many blocks of the lowest tier at a time, or 8 blocks of a small one. A
+client beside it loses at most a hundredth of its hits."""
+SHARE_ALONE: Final = 8
+"""Like ``SHARE``, for a client that alone has the cache open."""
 
 Mover: TypeAlias = Callable[[ClientSession, blocks_pb2.MoveRequest], Awaitable[object]]
 
@@ -55,12 +58,14 @@ class HintAccount:
         self._taken += 1
         validation.count("hints in a second", self._taken, 0, HINTS_A_SECOND)
 
-    def room(self, order: _Order, now: float) -> int:
-        """Number of blocks that the session may still keep in the cache, without the target's."""
+    def room(self, order: _Order, now: float, *, alone: bool) -> int:
+        """Number of blocks that the session may still keep in the cache, without the target's. ``alone``: no other
+        session has the cache open."""
         self.kept = {target: kept for target, kept in self.kept.items() if kept[0] > now}
         others = (n for (cache, of), (_, n) in self.kept.items() if cache == order.cache.id and of != order.target)
         slots = min(order.cache.slots[max(order.cache.slots)])
-        return max(1, slots // SHARE, min(8, slots // 8)) - sum(others)
+        share = slots // SHARE_ALONE
+        return max(1, share if alone else max(slots // SHARE, min(8, share))) - sum(others)
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,9 +95,10 @@ class _Order:
 class Hints:
     """Carries hints out."""
 
-    def __init__(self, engine: Engine, counts: Counter[tuple[str, str]]) -> None:
-        """``counts``: of hints by action and outcome."""
+    def __init__(self, engine: Engine, sessions: Iterable[ClientSession], counts: Counter[tuple[str, str]]) -> None:
+        """``sessions``: all live sessions. ``counts``: of hints by action and outcome."""
         self._engine: Final = engine
+        self._sessions: Final = sessions
         self._counts: Final = counts
         self._accounts: Final[WeakKeyDictionary[ClientSession, HintAccount]] = WeakKeyDictionary()
         self._moving: Final[set[asyncio.Task[None]]] = set()
@@ -148,7 +154,8 @@ class Hints:
     def _affordable(self, order: _Order, for_ms: int) -> Sequence[Key]:
         """The first blocks of the target, as many as the client may still keep, which count for this time."""
         account, now = self._accounts[order.session], time.monotonic()
-        room = account.room(order, now)
+        alone = sum(order.cache.id in session.caches for session in self._sessions) == 1
+        room = account.room(order, now, alone=alone)
         if room <= 0:
             raise bad_argument("keys", f"{len(order.keys)} blocks", "none: the client's hints keep as many as they may")
         if room < len(order.keys):

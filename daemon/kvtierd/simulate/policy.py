@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from math import exp
 from typing import Final
 
-from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import Key, Tier
 from kvtierd.core.policy import Policy
+from kvtierd.core.returns import LEARNED, LRU
 from kvtierd.simulate.host import Host
 
 BELADY: Final = "belady"
 """Knows the future: evicts the block with the latest next request (Belady, 1966). No policy finds more blocks."""
-POLICIES: Final = (*EVICTORS, BELADY)
+POLICIES: Final = (LRU, LEARNED, BELADY)
 _NEVER: Final = 1 << 62
 
 
@@ -56,7 +56,7 @@ def blocks_found(
     Args:
         policy: one of :data:`POLICIES`.
         slots: by tier. A longer prompt is cut to the slots of the fastest tier.
-        times: arrivals of the requests in seconds, for ``oracle``.
+        times: arrivals of the requests in seconds. Without them, all requests arrive at once.
 
     Returns:
         Blocks of prefixes that the host had.
@@ -66,13 +66,13 @@ def blocks_found(
     if policy == BELADY:
         return _belady(sum(slots.values()), cut)
     host = Host(slots, Policy(eviction=policy))
-    if oracle is None:
-        return sum(host.request(chain).found for chain in cut)
+    following = _next_requests(cut) if oracle is not None else []
     found = 0
-    for number, (chain, following) in enumerate(zip(cut, _next_requests(cut), strict=True)):
-        host.now = int(times[number] * 1e9)
+    for number, chain in enumerate(cut):
+        host.now = int(times[number] * 1e9) if times else 0
         found += host.request(chain).found
-        oracle.tell(host, number, chain, following, times)
+        if oracle is not None:
+            oracle.tell(host, number, chain, following[number], times)
     return found
 
 

@@ -75,8 +75,8 @@ KINDS: Final[Mapping[str, Callable[[Source], Iterator[Timed]]]] = {
 }
 
 
-def requests(*kinds: str, seconds: float) -> list[list[int]]:
+def requests(*kinds: str, seconds: float) -> list[Timed]:
     """Of these kinds at once."""
     source = Source(" ".join(kinds), seconds)
     timed = [request for kind in kinds for request in KINDS[kind](source)]
-    return [chain for _, chain in sorted(timed, key=lambda request: request[0])]
+    return sorted(timed, key=lambda request: request[0])

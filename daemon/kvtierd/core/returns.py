@@ -1,0 +1,243 @@
+"""Return times: how soon requests ask for a block again, learnt by the number of its uses, and simulations that tell
+whether eviction by them beats LRU on the present traffic.
+
+The value of keeping a block is its hit density at the best horizon: the expected number of returns for each second of
+a slot's time (LHD: Beckmann et al., NSDI 2018).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import log2
+from operator import attrgetter
+from typing import Final
+from zlib import crc32
+
+from kvtierd.core.block import Block, Use
+from kvtierd.core.ids import Key
+
+LRU: Final = "lru"
+LEARNED: Final = "learned"
+
+BUCKETS: Final = 64
+_AN_OCTAVE: Final = 4
+"""Buckets of age for each doubling, from a second on. The last bucket begins after 15 hours."""
+_SECONDS: Final = [2 ** (bucket / _AN_OCTAVE) - 1 for bucket in range(BUCKETS + 1)]
+_KINDS: Final = 8
+"""Kinds of uses: the first, the second and third, the fourth to seventh, and so on."""
+_LEARN_EVERY: Final = 128
+"""Largest number of requests between two calculations of the values; fewer while there are few."""
+_HALVE_AT: Final = 1 << 18
+"""Uses of a kind after which earlier uses count half."""
+DRAWS: Final = 32
+"""Candidates that are compared to find the block of the least value."""
+REMEMBERED: Final = 1 << 15
+_MOST_REMEMBERED: Final = 1 << 20
+
+SAMPLE: Final = 128
+"""Least number of slots of a shadow, if the tier has as many."""
+_FADE: Final = 0.95
+"""Weight of earlier misses once a shadow has seen as many more keys as it has slots."""
+_WORSE: Final = 1.05
+"""Misses of the learned policy, of those of LRU, above which LRU decides. A shadow is a sample."""
+_TURNS: Final = 3
+"""Blocks asked for, of the tier's slots, before the learned policy may decide."""
+
+
+def _bucket(age_ns: int) -> int:
+    return min(BUCKETS - 1, int(_AN_OCTAVE * log2(1 + max(age_ns, 0) / 1e9)))
+
+
+class ReturnTimes:
+    """Learns from the uses of blocks, including blocks that have left and come back."""
+
+    def __init__(self) -> None:
+        self._uses = [0] * _KINDS
+        self._returns = [[0] * BUCKETS for _ in range(_KINDS)]
+        """Returns of the blocks of each kind, by the bucket of their age."""
+        self._values: list[list[float] | None] = [None] * _KINDS
+        self.requests = 0
+        self._learn_at = 0
+        self.now = 0
+        """Time of the last request, in nanoseconds."""
+        self._unknown = Use(1, 0)
+        """For blocks that no request has used since the start."""
+
+    def request(self, blocks: Sequence[Block], now: int) -> None:
+        """Counts a request, and sets the last use of its blocks."""
+        self.now = now
+        self.requests += 1
+        if self.requests >= self._learn_at:
+            self._values = [None] * _KINDS
+            self._learn_at = self.requests + min(_LEARN_EVERY, 8 + self.requests // 16)
+        uses: dict[Use | None, Use] = {}
+        for before, count in Counter(map(attrgetter("use"), blocks)).items():
+            if before is not None:
+                self._returns[_kind(before)][_bucket(now - before.at)] += count
+            uses[before] = use = Use(1 if before is None else before.number + 1, now)
+            self._count(_kind(use), count)
+        for block in blocks:
+            block.use = uses[block.use]
+
+    def _count(self, kind: int, uses: int) -> None:
+        self._uses[kind] += uses
+        if self._uses[kind] > _HALVE_AT:
+            self._uses[kind] //= 2
+            self._returns[kind] = [returns // 2 for returns in self._returns[kind]]
+
+    def value(self, use: Use | None) -> float:
+        """Expected returns for each second that a block stays, by its last use."""
+        use = use or self._unknown
+        kind = _kind(use)
+        values = self._values[kind]
+        if values is None:
+            values = self._values[kind] = self._calculated(kind)
+        return values[_bucket(self.now - use.at)]
+
+    def _calculated(self, kind: int) -> list[float]:
+        """Values by bucket of age: slopes of the upper hull of returns over block-seconds, from the right."""
+        staying, seconds, returned = float(self._uses[kind]), 0.0, 0
+        points = [(seconds, returned)]
+        for bucket, returns in enumerate(self._returns[kind]):
+            seconds += max(staying - returns / 2, 1e-6) * (_SECONDS[bucket + 1] - _SECONDS[bucket])
+            staying -= returns
+            returned += returns
+            points.append((seconds, returned))
+        values: list[float] = []
+        hull = [points.pop()]
+        for point in reversed(points):
+            while len(hull) > 1 and _slope(point, hull[-1]) <= _slope(hull[-1], hull[-2]):
+                hull.pop()
+            values.append(_slope(point, hull[-1]))
+            hull.append(point)
+        return values[::-1]
+
+
+def _kind(use: Use) -> int:
+    return min(use.number.bit_length(), _KINDS) - 1
+
+
+def _slope(point: tuple[float, int], later: tuple[float, int]) -> float:
+    return (later[1] - point[1]) / (later[0] - point[0])
+
+
+class Departed:
+    """The last uses of the blocks that left last: of one a slot and :data:`REMEMBERED` more, up to a bound."""
+
+    def __init__(self, slots: int) -> None:
+        self._half = (min(slots, _MOST_REMEMBERED) + REMEMBERED) // 2
+        self._new: dict[int, Use] = {}
+        """By digest of the key, of 8 bytes."""
+        self._old: dict[int, Use] = {}
+
+    def add(self, key: Key, use: Use) -> None:
+        self._new[hash(key)] = use
+        if len(self._new) > self._half:
+            self._old, self._new = self._new, {}
+
+    def recall(self, key: Key) -> Use | None:
+        digest = hash(key)
+        return self._new.get(digest) or self._old.get(digest)
+
+
+class Draws:
+    """Draws places of a list, by a linear congruential generator with Knuth's constants."""
+
+    def __init__(self) -> None:
+        self._state = 0
+
+    def place(self, entries: int) -> int:
+        self._state = self._state * 1_664_525 + 1_013_904_223 & 0xFFFF_FFFF
+        return self._state * entries >> 32
+
+
+class Shadow:
+    """A simulated tier of ``slots`` without bytes. The least recently used key leaves first."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._uses: dict[Key, Use | None] = {}
+        """Last use of each key."""
+        self.misses = 0
+
+    def see(self, key: Key, use: Use | None) -> None:
+        """Looks the key up, and stores it on a miss."""
+        if key in self._uses:
+            del self._uses[key]
+        else:
+            self.misses += 1
+            if len(self._uses) == self._slots:
+                del self._uses[next(iter(self._uses))]
+        self._uses[key] = use
+
+
+class LearnedShadow(Shadow):
+    """A shadow that the least valuable of some keys leaves."""
+
+    def __init__(self, slots: int, times: ReturnTimes) -> None:
+        super().__init__(slots)
+        self._times = times
+        self._keys: list[Key] = []
+        self._draws = Draws()
+
+    def see(self, key: Key, use: Use | None) -> None:
+        if key not in self._uses:
+            self.misses += 1
+            if len(self._keys) < self._slots:
+                self._keys.append(key)
+            else:
+                place = self._victim()
+                del self._uses[self._keys[place]]
+                self._keys[place] = key
+        self._uses[key] = use
+
+    def _victim(self) -> int:
+        value, uses, keys = self._times.value, self._uses, self._keys
+        places = [self._draws.place(len(keys)) for _ in range(DRAWS)]
+        return min(places, key=lambda place: value(uses[keys[place]]))
+
+
+class Shadows:
+    """Shadows of one window group whose lowest tier has ``slots``, on a sample of the keys.
+
+    A shadow sees 1/k of the keys and has 1/k of the slots, so its miss ratio is the tier's. Shadows know neither
+    priorities nor chains: requests use their blocks deepest first, which keeps prefixes whole in any order.
+    """
+
+    def __init__(self, slots: int, times: ReturnTimes) -> None:
+        self._every = 1 << max((slots // SAMPLE).bit_length() - 1, 0)
+        self._mask = self._every - 1
+        sample = slots // self._every
+        self._times = times
+        self._shadows = {LRU: Shadow(sample), LEARNED: LearnedShadow(sample, times)}
+        self._period = sample
+        self._seen = 0
+        self._scores = dict.fromkeys(self._shadows, 0.0)
+
+    def see(self, blocks: Iterable[Block]) -> None:
+        """Counts a request for these blocks, deepest first; blocks not found are stored."""
+        mask = self._mask
+        for block in blocks:
+            if not crc32(block.key) & mask:
+                self._see(block.key, block.use)
+
+    def _see(self, key: Key, use: Use | None) -> None:
+        self._seen += 1
+        for name, shadow in self._shadows.items():
+            before = shadow.misses
+            shadow.see(key, use)
+            self._scores[name] += shadow.misses - before
+        if self._seen % self._period == 0:
+            self._scores = {name: _FADE * score for name, score in self._scores.items()}
+
+    @property
+    def favour_learned(self) -> bool:
+        """Whether the learned policy has seen enough requests, and has recently missed hardly more than LRU."""
+        return self._seen > _TURNS * max(self._period, SAMPLE) and self._scores[LEARNED] <= _WORSE * self._scores[LRU]
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Estimated number of blocks that each policy would have missed. Hits cannot be estimated from the sample: most
+        hits are of a few keys, which the sample contains or not."""
+        return {name: shadow.misses * self._every for name, shadow in self._shadows.items()}
