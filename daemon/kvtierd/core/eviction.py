@@ -182,10 +182,10 @@ class Valued(Ranked):
         return chosen
 
     def _drawn(self) -> Iterator[int]:
-        """Some entries; all, if they are few."""
+        """Some entries, of which at least a third are live; all, if they are few."""
         heap, old = self._heap, self._old
         entries = len(heap) + len(old)
-        places = map(self._draws.place, repeat(entries, DRAWS)) if entries > DRAWS else range(entries)
+        places = map(self._draws.place, repeat(entries, 2 * DRAWS)) if entries > 4 * DRAWS else range(entries)
         return (heap[place] if place < len(heap) else old[place - len(heap)] for place in places)
 
 

@@ -96,7 +96,7 @@ def test_none_finds_more_than_belady(paths, slots):
 def test_the_learned_policy_finds_hardly_less_than_lru_whatever_the_traffic(kinds, slots, seconds):
     times, chains = zip(*traffic.requests(*kinds, seconds=seconds), strict=True)
     lru, learned = (blocks_found(policy, {Tier.HOST: slots}, keyed(chains), times) for policy in ("lru", "learned"))
-    assert learned >= 0.99 * lru
+    assert learned >= 0.98 * lru
 
 
 @cache

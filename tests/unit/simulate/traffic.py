@@ -21,10 +21,10 @@ class Source:
     def __init__(self, seed: str, seconds: float) -> None:
         self.random = random.Random(seed)
         self._seconds = seconds
-        self._ids = count()
+        self.ids = count()
 
     def blocks(self, median: float) -> list[int]:
-        return [next(self._ids) for _ in range(max(1, round(self.about(median))))]
+        return [next(self.ids) for _ in range(max(1, round(self.about(median))))]
 
     def about(self, median: float) -> float:
         return self.random.lognormvariate(math.log(median), 0.8)
@@ -65,10 +65,24 @@ def _scan(source: Source) -> Iterator[Timed]:
         yield now, prompts[number % len(prompts)]
 
 
+def _coding_agents(source: Source) -> Iterator[Timed]:
+    """Blocks of 512 tokens. A session begins with 32,000 tokens that all share, adds 6,000 a turn on average, pauses
+    for a tool (70 %) or a person, and ends at 167,000 tokens: the parameters of AIPerf's default."""
+    prompt = [next(source.ids) for _ in range(62)]
+    for now in source.arrivals(0.1):
+        chain = [*prompt, *source.blocks(11)]
+        while len(chain) < 326:
+            yield now, chain
+            now += source.about(2 if source.random.random() < 0.7 else 25)
+            kept = prompt if source.random.random() < 0.01 else chain
+            chain = [*kept, *source.blocks(8.5)][:326]
+
+
 KINDS: Final[Mapping[str, Callable[[Source], Iterator[Timed]]]] = {
     "chat": lambda source: _sessions(source, 2, 2, 60, 3),
     "long chat": lambda source: _sessions(source, 0.7, 6, 60, 4),
     "agents": lambda source: _sessions(source, 0.05, 50, 6, 1),
+    "coding agents": _coding_agents,
     "single turns": lambda source: _sessions(source, 4, 1, 1, 3),
     "documents": _documents,
     "scan": _scan,
