@@ -144,7 +144,7 @@ async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(dae
 async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemon):
     """Whoever opens it first, who need not have chosen them."""
     options = CacheOptions(WritePolicy.THROUGH, "lfuda", event_hash="v2_sha256", keep_tokens=True, checksum="commit")
-    defaults = CacheOptions(write_policy=WritePolicy.BACK, eviction="lru", checksum="disk")
+    defaults = CacheOptions(write_policy=WritePolicy.BACK, eviction="learned", checksum="disk")
     other = CacheSpec.single("other", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
     daemon = start_daemon(device=2, host=4)
     async with await patient(daemon.address) as chooser, await patient(daemon.address) as client:

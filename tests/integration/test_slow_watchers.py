@@ -22,7 +22,8 @@ from tests.integration.waiting import PATIENCE_S, eventually
 RING_BYTES = 256 << 10
 BLOCKS = 256
 """Of a put: its stored event is 17 kB, its removed one 8 kB."""
-WARM, PUTS = 20, 220
+WARM, PUTS = 190, 390
+"""Puts before the first look at the memory, in which the memory of departed blocks reaches its bound; and all puts."""
 PRODUCED = (PUTS - WARM) * BLOCKS * (66 + 33)
 """Bytes of events, once the ring is full."""
 

@@ -116,7 +116,7 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
         ("allow = [5]", "allow[0] = 5: must be a valid dictionary or instance of AllowRule"),
         ("[[allow]]\nverbs = ['reed']", "verbs][0] = 'reed': must be 'read', 'write', 'watch', 'tokens' or 'admin'"),
         ('log_level = "loud"', "log_level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
-        ('host_bytes = 4096\neviction = "random"', "eviction = 'random': must be 'lru' or 'lfuda'"),
+        ('host_bytes = 4096\neviction = "random"', "eviction = 'random': must be 'learned', 'lru' or 'lfuda'"),
         ('[[peers]]\naddress = "there"', "peers[0][address] = 'there': must be host:port, or [host]:port for IPv6"),
         ('peers = ["there:0"]', "peers[0][address] = 'there:0': must be host:port, or [host]:port for IPv6, with the"),
         ("[[peers]]\nhost = 'there:1'", "peers[0][host]: there is no such key"),
