@@ -40,7 +40,7 @@ SAMPLE: Final = 128
 _FADE: Final = 0.95
 """Weight of earlier misses once a shadow has seen as many more keys as it has slots."""
 _WORSE: Final = 1.05
-"""Misses of the learned policy, of those of LRU, above which LRU decides. A shadow is a sample."""
+"""LRU decides while the learned policy's shadow misses more than this multiple of LRU's misses. Shadows are samples."""
 _TURNS: Final = 3
 """Blocks asked for, of the tier's slots, before the learned policy may decide."""
 
@@ -128,7 +128,7 @@ class Departed:
     def __init__(self, slots: int) -> None:
         self._half = (min(slots, _MOST_REMEMBERED) + REMEMBERED) // 2
         self._new: dict[int, Use] = {}
-        """By digest of the key, of 8 bytes."""
+        """Uses by the digest of the key, which has 8 bytes."""
         self._old: dict[int, Use] = {}
 
     def add(self, key: Key, use: Use) -> None:

@@ -91,7 +91,7 @@ class Traffic:
     """Issues and settles batches, from any thread. Each issued batch is settled once. A lost device gets no more
     batches.
 
-    A batch is issued only after the batches of the other stream that touch its slots have ended. Such batches are rare:
+    A batch is issued only after the batches of the other stream that touch its slots have ended. Batches seldom wait:
     the core plans no slot that a move touches before that move has ended, and a lease covers the slots of most reads
     for clients.
     """
