@@ -97,9 +97,13 @@ class Copy:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Use:
-    """The last use of some blocks, shared by all that a request used alike: their ``number``th, ``at`` nanoseconds."""
+    """The last use of some blocks, shared by all that a request used alike: their ``number``th, ``at`` nanoseconds.
+
+    ``kind``: 0 for the first use, 1 for the second and third, 2 for the fourth to seventh, and so on.
+    """
 
     number: int
+    kind: int
     at: int
 
 

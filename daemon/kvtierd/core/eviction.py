@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import Block, Copy, Use
@@ -181,12 +181,13 @@ class Valued(Ranked):
                     chosen, least = block, worth
         return chosen
 
-    def _drawn(self) -> Iterator[int]:
+    def _drawn(self) -> list[int]:
         """Some entries, of which at least a third are live; all, if they are few."""
         heap, old = self._heap, self._old
-        entries = len(heap) + len(old)
-        places = map(self._draws.place, repeat(entries, 2 * DRAWS)) if entries > 4 * DRAWS else range(entries)
-        return (heap[place] if place < len(heap) else old[place - len(heap)] for place in places)
+        heaped = len(heap)
+        entries = heaped + len(old)
+        places = self._draws.places(entries, 2 * DRAWS) if entries > 4 * DRAWS else range(entries)
+        return [heap[place] if place < heaped else old[place - heaped] for place in places]
 
 
 REDUNDANT: Final = 1

@@ -7,9 +7,9 @@ a slot's time (LHD: Beckmann et al., NSDI 2018).
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import log2
 from operator import attrgetter
 from typing import Final
 from zlib import crc32
@@ -24,8 +24,10 @@ BUCKETS: Final = 64
 _AN_OCTAVE: Final = 4
 """Buckets of age for each doubling, from a second on. The last bucket begins after 15 hours."""
 _SECONDS: Final = [2 ** (bucket / _AN_OCTAVE) - 1 for bucket in range(BUCKETS + 1)]
+_LATER: Final = [int(1e9 * seconds) for seconds in _SECONDS[1:-1]]
+"""Ages in nanoseconds at which the buckets after the first begin."""
 _KINDS: Final = 8
-"""Kinds of uses: the first, the second and third, the fourth to seventh, and so on."""
+"""Kinds of uses. The last kind includes all later uses."""
 _LEARN_EVERY: Final = 128
 """Largest number of requests between two calculations of the values; fewer while there are few."""
 _HALVE_AT: Final = 1 << 18
@@ -45,10 +47,6 @@ _TURNS: Final = 3
 """Blocks asked for, of the tier's slots, before the learned policy may decide."""
 
 
-def _bucket(age_ns: int) -> int:
-    return min(BUCKETS - 1, int(_AN_OCTAVE * log2(1 + max(age_ns, 0) / 1e9)))
-
-
 class ReturnTimes:
     """Learns from the uses of blocks, including blocks that have left and come back."""
 
@@ -61,7 +59,7 @@ class ReturnTimes:
         self._learn_at = 0
         self.now = 0
         """Time of the last request, in nanoseconds."""
-        self._unknown = Use(1, 0)
+        self._unknown = Use(1, 0, 0)
         """For blocks that no request has used since the start."""
 
     def request(self, blocks: Sequence[Block], now: int) -> None:
@@ -74,9 +72,10 @@ class ReturnTimes:
         uses: dict[Use | None, Use] = {}
         for before, count in Counter(map(attrgetter("use"), blocks)).items():
             if before is not None:
-                self._returns[_kind(before)][_bucket(now - before.at)] += count
-            uses[before] = use = Use(1 if before is None else before.number + 1, now)
-            self._count(_kind(use), count)
+                self._returns[before.kind][bisect(_LATER, now - before.at)] += count
+            number = 1 if before is None else before.number + 1
+            uses[before] = use = Use(number, min(number.bit_length(), _KINDS) - 1, now)
+            self._count(use.kind, count)
         for block in blocks:
             block.use = uses[block.use]
 
@@ -89,11 +88,10 @@ class ReturnTimes:
     def value(self, use: Use | None) -> float:
         """Expected returns for each second that a block stays, by its last use."""
         use = use or self._unknown
-        kind = _kind(use)
-        values = self._values[kind]
+        values = self._values[use.kind]
         if values is None:
-            values = self._values[kind] = self._calculated(kind)
-        return values[_bucket(self.now - use.at)]
+            values = self._values[use.kind] = self._calculated(use.kind)
+        return values[bisect(_LATER, self.now - use.at)]
 
     def _calculated(self, kind: int) -> list[float]:
         """Values by bucket of age: slopes of the upper hull of returns over block-seconds, from the right."""
@@ -112,10 +110,6 @@ class ReturnTimes:
             values.append(_slope(point, hull[-1]))
             hull.append(point)
         return values[::-1]
-
-
-def _kind(use: Use) -> int:
-    return min(use.number.bit_length(), _KINDS) - 1
 
 
 def _slope(point: tuple[float, int], later: tuple[float, int]) -> float:
@@ -147,9 +141,11 @@ class Draws:
     def __init__(self) -> None:
         self._state = 0
 
-    def place(self, entries: int) -> int:
-        self._state = self._state * 1_664_525 + 1_013_904_223 & 0xFFFF_FFFF
-        return self._state * entries >> 32
+    def places(self, entries: int, draws: int) -> list[int]:
+        state = self._state
+        places = [(state := state * 1_664_525 + 1_013_904_223 & 0xFFFF_FFFF) * entries >> 32 for _ in range(draws)]
+        self._state = state
+        return places
 
 
 class Shadow:
@@ -194,8 +190,7 @@ class LearnedShadow(Shadow):
 
     def _victim(self) -> int:
         value, uses, keys = self._times.value, self._uses, self._keys
-        places = [self._draws.place(len(keys)) for _ in range(DRAWS)]
-        return min(places, key=lambda place: value(uses[keys[place]]))
+        return min(self._draws.places(len(keys), DRAWS // 2), key=lambda place: value(uses[keys[place]]))
 
 
 class Shadows:
