@@ -14,7 +14,7 @@ from typing import Final
 
 from kvtierd.core.block import Block, Copy, Use
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.core.returns import DRAWS, LEARNED, LRU, Departed, Draws, ReturnTimes, Shadows
+from kvtierd.core.returns import DRAWS, LEARNED, LRU, Draws, ReturnTimes, Shadows
 
 POLICIES: Final[Mapping[str, str]] = {LRU: LRU, LEARNED: LEARNED, "lfuda": LEARNED}
 """Policies by their name in a cache's options. ``lfuda`` is the name in the options of older caches."""
@@ -36,7 +36,6 @@ class Evictor:
         """``slots``: slots of the group's lowest tier."""
         self._clock = 0
         self._learned = POLICIES[policy] == LEARNED
-        self._departed = Departed(slots)
         self.times = ReturnTimes()
         self.shadows = Shadows(slots, self.times)
         self.by_value = False
@@ -47,11 +46,6 @@ class Evictor:
         self._clock += 1
         block.used(self._clock)
 
-    def enter(self, block: Block) -> None:
-        """Counts the first use of a block that is now indexed."""
-        block.use = self._departed.recall(block.key)
-        self.use(block)
-
     def asked(self, found: Sequence[Block], made: Sequence[Block], now: int) -> None:
         """Counts a request that found some blocks and made others, parents before children."""
         for blocks in (found, made):
@@ -60,11 +54,6 @@ class Evictor:
         self.shadows.see(reversed(made))
         self.shadows.see(reversed(found))
         self.by_value = self._learned and self.shadows.favour_learned
-
-    def leave(self, block: Block) -> None:
-        """Forgets a block that is no longer indexed."""
-        if block.use is not None:
-            self._departed.add(block.key, block.use)
 
 
 class Ranked:

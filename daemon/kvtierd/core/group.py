@@ -16,7 +16,7 @@ from kvtierd.core.errors import InvariantViolation, TierOutOfService
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, UNSETTLED, Candidates, Evictor
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, NOBODY, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
-from kvtierd.core.index import BlockIndex, Departures, Pins, Residencies
+from kvtierd.core.index import BlockIndex, Departed, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WriteMode
 from kvtierd.core.remote import GroupRemote
@@ -66,7 +66,7 @@ class GroupState:
         self.losing: dict[Copy | Tier, Iterator[None]] = {}
         """Lost copies and tiers, with the steps that remove their dependants: see ``core/removal.py``."""
         self.index = BlockIndex()
-        self.departures = Departures(slots)
+        self.departed = Departed(slots)
         self.wanted_by = NOBODY
         """The session for whose request room is being made."""
         self.clocks = Clocks()
@@ -464,7 +464,7 @@ class GroupState:
         self.ancestry.end_call()
         self.steps_left = self.policy.blocks_a_call
         self.clocks.stamp(now)
-        self.departures.stamp(now)
+        self.departed.stamp(now)
         for block in self.clocks.take_changed():
             for tier in (DEVICE, HOST):
                 copy = block.copies[tier]
@@ -518,7 +518,9 @@ class GroupState:
         and flat keys form no chains.
         """
         block = self.enter(key, parent_key, traits)
-        self.evictor.enter(block)
+        if (departure := self.departed.get(key)) is not None:
+            block.use = departure.use
+        self.evictor.use(block)
         block.copies[tier] = Copy(slot, FILLING)
         self.arrive(block, tier)
         self.introduce(block, cause)
@@ -559,7 +561,6 @@ class GroupState:
         for tier in held:
             self.detach(block, tier)
         self.index.remove(block)
-        self.evictor.leave(block)
         self.clocks.stop(block)
         if self._selective:
             self.reused.discard(block)
@@ -567,7 +568,7 @@ class GroupState:
             self.remote.forget(block)
         block.indexed = False
         self.removed += 1
-        self.departures.add(block.key, cause, self.wanted_by if cause is CAPACITY else NOBODY)
+        self.departed.add(block, cause, self.wanted_by if cause is CAPACITY else NOBODY)
         evicted = cause is CAPACITY and len(held) == 1
         self.recorder.change(REMOVED, cause, self.group, block, Transfer(held[0]) if evicted else None)
         if block.parent is not None:

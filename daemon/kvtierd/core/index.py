@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
-from kvtierd.core.block import Block, Copy
+from kvtierd.core.block import Block, Copy, Use
 from kvtierd.core.events import Cause
-from kvtierd.core.ids import NO_LABEL, SEVERAL, TIERS, Key, SessionId, Tier, Traits
+from kvtierd.core.ids import NO_LABEL, TIERS, Key, SessionId, Tier, Traits
 
+REMEMBERED: Final = 1 << 15
+_MOST_REMEMBERED: Final = 1 << 20
 SWEPT_A_REMOVAL: Final = 4
 """Places of the order list that one removal looks at while removed blocks are swept out."""
 _GONE: Final = Block(Key(b""), None, None, Traits(0))
@@ -19,37 +22,42 @@ _GONE: Final = Block(Key(b""), None, None, Traits(0))
 
 
 class Departure(NamedTuple):
-    """Why a block left. ``session``: its request took the room; ``NOBODY``: the daemon, or another cause."""
+    """Why a block left, and its last ``use``. ``session``: its request took the room; ``NOBODY``: the daemon, or
+    another cause."""
 
     time_ns: int
     cause: Cause
     session: SessionId
+    use: Use | None
 
 
-class Departures:
-    """Why the last blocks left a window group: about as many as its lowest tier has ``slots``, in 150 bytes each."""
+class Departed:
+    """Remembers the last departures from a window group: one for each slot of the lowest tier, up to a bound, and
+    :data:`REMEMBERED` more. Blocks of the same last use that leave in one call share a departure."""
 
     def __init__(self, slots: int) -> None:
-        self._half = min(max(slots, 1 << 11), 1 << 16) // 2
-        self._new: dict[int, int] = {}
-        """Departures by digest of the key, each packed into a number."""
-        self._old: dict[int, int] = {}
-        self._leaving: list[tuple[int, int]] = []
+        self._half = (min(slots, _MOST_REMEMBERED) + REMEMBERED) // 2
+        self._new: dict[int, Departure] = {}
+        """Departures by the digest of the key, which has 8 bytes."""
+        self._old: dict[int, Departure] = {}
+        self._leaving: defaultdict[tuple[Cause, SessionId, Use | None], list[int]] = defaultdict(list)
+        """Digests of the blocks that leave in this call."""
 
-    def add(self, key: Key, cause: Cause, session: SessionId) -> None:
-        self._leaving.append((hash(key), session << 8 | cause))
+    def add(self, block: Block, cause: Cause, session: SessionId) -> None:
+        self._leaving[cause, session, block.use].append(hash(block.key))
 
     def stamp(self, now: int) -> None:
         """Ends a call, which is the time of its departures."""
         if self._leaving:
-            self._new.update([(digest, now << 72 | about) for digest, about in self._leaving])
+            for reason, digests in self._leaving.items():
+                self._new.update(dict.fromkeys(digests, Departure(now, *reason)))
             self._leaving.clear()
             if len(self._new) > self._half:
                 self._old, self._new = self._new, {}
 
     def get(self, key: Key) -> Departure | None:
-        packed = self._new.get(hash(key)) or self._old.get(hash(key), 0)
-        return Departure(packed >> 72, Cause(packed & 255), SessionId(packed >> 8 & SEVERAL)) if packed else None
+        digest = hash(key)
+        return self._new.get(digest) or self._old.get(digest)
 
 
 class BlockIndex:

@@ -156,7 +156,7 @@ class BlockManager:
     def departure(self, group: GroupId, key: Key) -> Departure | None:
         """Why the block last left the group; None if it is not indexed, and that is not known."""
         state = self._window(group).state
-        return state.departures.get(key) if state.index.get(key) is None else None
+        return state.departed.get(key) if state.index.get(key) is None else None
 
     def stats(self) -> ManagerStats:
         return explain.stats(self.windows, self.leases.values(), self.acquires)

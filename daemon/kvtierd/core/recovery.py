@@ -114,9 +114,9 @@ def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
         parent = block.parent
         if parent is not None and parent.rank < block.rank:
             parent.rank = block.rank
-    enter = state.evictor.enter
+    use = state.evictor.use
     for place, last in enumerate(blocks):
         used: Block | None = last
         while used is not None and used.rank == place:
-            enter(used)
+            use(used)
             used = used.parent

@@ -34,8 +34,6 @@ _HALVE_AT: Final = 1 << 18
 """Uses of a kind after which earlier uses count half."""
 DRAWS: Final = 32
 """Candidates that are compared to find the block of the least value."""
-REMEMBERED: Final = 1 << 15
-_MOST_REMEMBERED: Final = 1 << 20
 
 SAMPLE: Final = 128
 """Least number of slots of a shadow, if the tier has as many."""
@@ -114,25 +112,6 @@ class ReturnTimes:
 
 def _slope(point: tuple[float, int], later: tuple[float, int]) -> float:
     return (later[1] - point[1]) / (later[0] - point[0])
-
-
-class Departed:
-    """The last uses of the blocks that left last: of one a slot and :data:`REMEMBERED` more, up to a bound."""
-
-    def __init__(self, slots: int) -> None:
-        self._half = (min(slots, _MOST_REMEMBERED) + REMEMBERED) // 2
-        self._new: dict[int, Use] = {}
-        """Uses by the digest of the key, which has 8 bytes."""
-        self._old: dict[int, Use] = {}
-
-    def add(self, key: Key, use: Use) -> None:
-        self._new[hash(key)] = use
-        if len(self._new) > self._half:
-            self._old, self._new = self._new, {}
-
-    def recall(self, key: Key) -> Use | None:
-        digest = hash(key)
-        return self._new.get(digest) or self._old.get(digest)
 
 
 class Draws:

@@ -3,11 +3,11 @@
 import hashlib
 import tracemalloc
 
-from kvtierd.core.block import Phase
+from kvtierd.core.block import Block, Phase, Use
 from kvtierd.core.events import CAPACITY
 from kvtierd.core.explain import BlockNow, CopyNow
-from kvtierd.core.ids import Key, SessionId, Tier
-from kvtierd.core.index import Departures
+from kvtierd.core.ids import Key, SessionId, Tier, Traits
+from kvtierd.core.index import REMEMBERED, Departed
 from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key
 
 
@@ -36,16 +36,24 @@ def test_a_victim_on_its_way_down_says_so() -> None:
     assert at(bench, "a").phase is Phase.LEAVING
 
 
-def test_departures_are_remembered_in_bounded_memory() -> None:
+def test_departed_blocks_are_remembered_in_bounded_memory() -> None:
+    """Four blocks of the same last use leave in each call."""
     tracemalloc.start()
-    departures, keys = Departures(1 << 20), [Key(hashlib.sha256(b"%d" % n).digest()) for n in range(100_000)]
+    departed, keys = Departed(10), [Key(hashlib.sha256(b"%d" % n).digest()) for n in range(100_000)]
     before = tracemalloc.get_traced_memory()[0]
-    for now, each in enumerate(keys, 1 << 60):
-        departures.add(each, CAPACITY, SessionId(1 << 40))
-        departures.stamp(now)
+    for first in range(0, len(keys), 4):
+        use = Use(1, 0, (1 << 59) + first)
+        for each in keys[first : first + 4]:
+            block = Block(each, None, None, Traits(35))
+            block.use = use
+            departed.add(block, CAPACITY, SessionId(1 << 40))
+        departed.stamp((1 << 60) + first)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    known = [departure for key in keys if (departure := departures.get(key)) is not None]
-    assert known[-1] == ((1 << 60) + 99_999, CAPACITY, 1 << 40)
-    assert 1 << 15 <= len(known) <= 1 << 16
+    known = [left for key in keys if (left := departed.get(key)) is not None]
+    *departure, used = known[-1]
+    assert departure == [(1 << 60) + 99_996, CAPACITY, 1 << 40]
+    assert used is not None
+    assert used.at == (1 << 59) + 99_996
+    assert REMEMBERED // 2 < len(known) <= REMEMBERED + 10
     assert taken <= 150 * len(known)

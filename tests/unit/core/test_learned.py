@@ -8,7 +8,7 @@ from kvtierd.core.block import Block
 from kvtierd.core.check import check
 from kvtierd.core.ids import DEVICE, HOST, Key, Tier, Traits
 from kvtierd.core.policy import Policy
-from kvtierd.core.returns import REMEMBERED, Departed, ReturnTimes
+from kvtierd.core.returns import ReturnTimes
 from kvtierd.simulate.host import GROUP, Host
 
 SECOND = 10**9
@@ -84,15 +84,3 @@ def test_the_value_rises_until_the_blocks_return_and_falls_after(pause: int) -> 
         times.now = now + int(age * SECOND)
         values.append(times.value(block.use))
     assert values[2] < values[0] < values[1]
-
-
-def test_departed_blocks_are_remembered_within_a_bound() -> None:
-    departed, times = Departed(10), ReturnTimes()
-    (block,) = blocks("a")
-    times.request([block], SECOND)
-    assert block.use is not None
-    for number in range(2 * REMEMBERED):
-        departed.add(key(number), block.use)
-    known = [number for number in range(2 * REMEMBERED) if departed.recall(key(number)) is block.use]
-    assert known[-1] == 2 * REMEMBERED - 1
-    assert REMEMBERED // 2 < len(known) <= REMEMBERED + 10
