@@ -99,7 +99,7 @@ class Copy:
 class Use:
     """The last use of some blocks, shared by all that a request used alike: their ``number``th, ``at`` nanoseconds.
 
-    ``kind``: 0 for the first use, 1 for the second and third, 2 for the fourth to seventh, and so on.
+    ``kind``: by the number and by the length of the request, for :class:`kvtierd.core.returns.ReturnTimes`.
     """
 
     number: int

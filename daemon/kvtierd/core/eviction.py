@@ -50,7 +50,7 @@ class Evictor:
         """Counts a request that found some blocks and made others, parents before children."""
         for blocks in (found, made):
             if blocks:
-                self.times.request(blocks, now)
+                self.times.request(blocks, now, (made or found)[-1].depth + 1)
         self.shadows.see(reversed(made))
         self.shadows.see(reversed(found))
         self.by_value = self._learned and self.shadows.favour_learned

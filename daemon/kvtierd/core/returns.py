@@ -1,5 +1,5 @@
-"""Return times: how soon requests ask for a block again, learnt by the number of its uses, and simulations that tell
-whether eviction by them beats LRU on the present traffic.
+"""Return times: how soon requests ask for a block again, learnt by the number of its uses and the length of its last
+request, and simulations that tell whether eviction by them beats LRU on the present traffic.
 
 The value of keeping a block is its hit density at the best horizon: the expected number of returns for each second of
 a slot's time (LHD: Beckmann et al., NSDI 2018).
@@ -26,8 +26,13 @@ _AN_OCTAVE: Final = 4
 _SECONDS: Final = [2 ** (bucket / _AN_OCTAVE) - 1 for bucket in range(BUCKETS + 1)]
 _LATER: Final = [int(1e9 * seconds) for seconds in _SECONDS[1:-1]]
 """Ages in nanoseconds at which the buckets after the first begin."""
-_KINDS: Final = 8
-"""Kinds of uses. The last kind includes all later uses."""
+_NUMBERS: Final = 8
+"""Kinds of uses by their number: the first, the second and third, the fourth to seventh, and so on."""
+_LENGTHS: Final = 5
+"""Kinds of uses by the length of the request: below 4, 16, 64 and 256 blocks, and above."""
+_KINDS: Final = _NUMBERS * _LENGTHS
+_BORROWED: Final = 1_000
+"""Uses of the same number, and of any length, that count with the uses of each kind."""
 _LEARN_EVERY: Final = 128
 """Largest number of requests between two calculations of the values; fewer while there are few."""
 _HALVE_AT: Final = 1 << 18
@@ -60,8 +65,8 @@ class ReturnTimes:
         self._unknown = Use(1, 0, 0)
         """For blocks that no request has used since the start."""
 
-    def request(self, blocks: Sequence[Block], now: int) -> None:
-        """Counts a request, and sets the last use of its blocks."""
+    def request(self, blocks: Sequence[Block], now: int, length: int) -> None:
+        """Counts blocks of a request of this length, and sets their last use."""
         self.now = now
         self.requests += 1
         if self.requests >= self._learn_at:
@@ -72,7 +77,7 @@ class ReturnTimes:
             if before is not None:
                 self._returns[before.kind][bisect(_LATER, now - before.at)] += count
             number = 1 if before is None else before.number + 1
-            uses[before] = use = Use(number, min(number.bit_length(), _KINDS) - 1, now)
+            uses[before] = use = Use(number, _kind(number, length), now)
             self._count(use.kind, count)
         for block in blocks:
             block.use = uses[block.use]
@@ -93,9 +98,12 @@ class ReturnTimes:
 
     def _calculated(self, kind: int) -> list[float]:
         """Values by bucket of age: slopes of the upper hull of returns over block-seconds, from the right."""
-        staying, seconds, returned = float(self._uses[kind]), 0.0, 0
+        alike = slice(first := kind - kind % _LENGTHS, first + _LENGTHS)
+        weight = _BORROWED / max(sum(self._uses[alike]), _BORROWED)
+        staying, seconds, returned = self._uses[kind] + weight * sum(self._uses[alike]), 0.0, 0.0
         points = [(seconds, returned)]
-        for bucket, returns in enumerate(self._returns[kind]):
+        for bucket, column in enumerate(zip(*self._returns[alike], strict=True)):
+            returns = column[kind - first] + weight * sum(column)
             seconds += max(staying - returns / 2, 1e-6) * (_SECONDS[bucket + 1] - _SECONDS[bucket])
             staying -= returns
             returned += returns
@@ -110,7 +118,12 @@ class ReturnTimes:
         return values[::-1]
 
 
-def _slope(point: tuple[float, int], later: tuple[float, int]) -> float:
+def _kind(number: int, length: int) -> int:
+    by_number, by_length = min(number.bit_length(), _NUMBERS), min((length.bit_length() + 1) // 2, _LENGTHS)
+    return (by_number - 1) * _LENGTHS + by_length - 1
+
+
+def _slope(point: tuple[float, float], later: tuple[float, float]) -> float:
     return (later[1] - point[1]) / (later[0] - point[0])
 
 

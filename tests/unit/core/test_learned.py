@@ -74,13 +74,27 @@ def test_the_value_rises_until_the_blocks_return_and_falls_after(pause: int) -> 
     times = ReturnTimes()
     for start in range(0, 100 * pause, 1 + pause):
         (block,) = blocks([str(start)])
-        times.request([block], start * SECOND)
-        times.request([block], (start + pause) * SECOND)
+        times.request([block], start * SECOND, 1)
+        times.request([block], (start + pause) * SECOND, 1)
     (block,) = blocks(["last"])
     now = 10**6 * SECOND
-    times.request([block], now)
+    times.request([block], now, 1)
     values = []
     for age in (0, pause / 2, 4 * pause):
         times.now = now + int(age * SECOND)
         values.append(times.value(block.use))
     assert values[2] < values[0] < values[1]
+
+
+def test_the_length_of_the_last_request_tells_blocks_apart() -> None:
+    """Blocks of short requests return after two seconds; blocks of long requests do not."""
+    times = ReturnTimes()
+    for start in range(0, 9_000, 3):
+        short, long = blocks([f"short {start}", f"long {start}"])
+        times.request([short], start * SECOND, 10)
+        times.request([long], start * SECOND, 100)
+        times.request([short], (start + 2) * SECOND, 10)
+    short, long = blocks(["short", "long"])
+    times.request([short], 9_000 * SECOND, 10)
+    times.request([long], 9_000 * SECOND, 100)
+    assert times.value(short.use) > 2 * times.value(long.use) > 0
