@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import pytest
 
-from kvtier import BlockResult, CacheOptions, Cause, EventType, WritePolicy
+from kvtier import BlockResult, CacheOptions, Cause, EventType, Hint, Retention, WritePolicy
 from kvtier.abi.words import TIERS
 from kvtier.explanation import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
@@ -333,6 +333,21 @@ async def test_memory_that_is_taken_over(short_dir, cause):
             recovered = ((STORED, Cause.RECOVERED, 0, tier.bit) for tier in TIERS)
             raised = ((UPDATED, Cause.RECOVERED, tier.bit, tier.bit) for tier in (DEVICE, HOST))
             await say(books, (CLEARED, cause, HOST.bit, 0), *recovered, *raised)
+
+
+@drives((UPDATED, Cause.HINT))
+async def test_a_hint(books, cache):
+    keys = chain("hinted", 2)
+    await cache.put(keys, blocks(keys), tier=HOST, retention=Retention(conversation="c"))
+    for action, src, dst in ("demote", HOST, DISK), ("prefetch", DISK, DEVICE):
+        await cache.hint(Hint(action, "c", tier=dst))
+        assert await eventually(lambda: books.causes(moved(src, dst)), bool) == {Cause.HINT}  # noqa: B023
+    for hint in Hint("retain", "c", priority=20), Hint("retain", keys=keys, priority=10), Hint("end", "c"):
+        before = sum(books.told.values())
+        await cache.hint(hint)
+        await books.agree(cache)
+        assert sum(books.told.values()) > before, hint
+    assert await books.causes(is_(UPDATED, before=DEVICE.bit, after=DEVICE.bit)) == {Cause.HINT}
 
 
 @drives((CLEARED, Cause.EXPLICIT))

@@ -67,6 +67,7 @@ class Cause(_Word):
     RECOVERED = 16
     REMOTE = 17
     """A block went to, or came from, a remote store."""
+    HINT = 18
 
 
 class EventType(_Word):

@@ -100,6 +100,8 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     """found at a start: on disk, or in memory that was kept"""
     CAUSE_REMOTE: _Cause.ValueType  # 17
     """came from, or went to, a remote store"""
+    CAUSE_HINT: _Cause.ValueType  # 18
+    """a hint moved it or changed its retention"""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """Why a residency, a priority or an existence changed. A change of one block may change the effective priority of those
@@ -140,6 +142,8 @@ CAUSE_RECOVERED: Cause.ValueType  # 16
 """found at a start: on disk, or in memory that was kept"""
 CAUSE_REMOTE: Cause.ValueType  # 17
 """came from, or went to, a remote store"""
+CAUSE_HINT: Cause.ValueType  # 18
+"""a hint moved it or changed its retention"""
 global___Cause = Cause
 
 class _BlockResult:

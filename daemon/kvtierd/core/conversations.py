@@ -127,7 +127,7 @@ class Conversations:
         ended = []
         for block in filter(None, map(self._index.get, keys)):
             if block not in self._tags and not any(child.priority > MIN_PRIORITY for child in block.children):
-                self._retain(block, MIN_PRIORITY, 0, Cause.EXPLICIT)
+                self._retain(block, MIN_PRIORITY, 0, Cause.HINT)
                 self._ended.add(block)
                 ended.append(block.key)
         return ended
@@ -161,13 +161,13 @@ class Conversations:
         kept = self._kept.pop(tag, None)
         if kept is None or old is None:
             return
-        self._retain(old, DEFAULT_PRIORITY, 0, Cause.EXPLICIT)
+        self._retain(old, DEFAULT_PRIORITY, 0, Cause.HINT)
         if kept.lasting and kept.until_ns > now:
             self._kept[tag] = kept
             self._extend(new, kept, now)
 
     def _extend(self, block: Block, kept: Kept, now: int) -> None:
-        self._retain(block, kept.priority, max(1, (kept.until_ns - now) // _NS_PER_MS), Cause.EXPLICIT)
+        self._retain(block, kept.priority, max(1, (kept.until_ns - now) // _NS_PER_MS), Cause.HINT)
 
 
 def _is_above(block: Block, other: Block) -> bool:

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import ForeignLease, UnknownLease
+from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.outcome import SlotHolder
@@ -171,6 +172,8 @@ class FetchTicket:
     found_in: tuple[int, ...] = ()
     wanted: tuple[Block | None, ...] = ()
     """A move's blocks in the order asked; None for a key that is not indexed."""
+    cause: Cause | None = None
+    """The cause of a move that is not by call."""
     waiting: bool = True
     copies: list[Copy] = field(default_factory=list)
     failed: set[Block] = field(default_factory=set)

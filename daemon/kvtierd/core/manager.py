@@ -304,7 +304,7 @@ class BlockManager:
     # -- moves -------------------------------------------------------------------------------------------------------
 
     def move(
-        self, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], now: int
+        self, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], now: int, cause: Cause | None = None
     ) -> tuple[TicketId, Outcome]:
         """Asks for blocks to be READY in a tier, without holding them; idle copies above the tier go. The grant's
         results say which keys are READY. Blocks that come up are touched, so that a prefetched block is not the next
@@ -313,7 +313,7 @@ class BlockManager:
         window.state.require(to)
         wanted = tuple(window.state.index.get(key) for key in keys)
         blocks = [block for block in wanted if block is not None]
-        ticket = FetchTicket(self._next_ticket(), session, to, blocks, wanted=wanted)
+        ticket = FetchTicket(self._next_ticket(), session, to, blocks, wanted=wanted, cause=cause)
         self.tickets[ticket.id] = (window, ticket)
         for block in blocks:
             window.state.claim(block)
@@ -392,11 +392,17 @@ class BlockManager:
         return window.plan(to, keys)
 
     def set_retention(
-        self, group: GroupId, keys: Sequence[Key], priorities: Sequence[int], durations_ms: Sequence[int], now: int
+        self,
+        group: GroupId,
+        keys: Sequence[Key],
+        priorities: Sequence[int],
+        durations_ms: Sequence[int],
+        now: int,
+        cause: Cause = Cause.EXPLICIT,
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)
-        results = window.set_retention(keys, pairs(priorities, durations_ms))
+        results = window.set_retention(keys, pairs(priorities, durations_ms), cause)
         return results, self._outcome(now)
 
     def keep(self, conversation: bytes, kept: Kept, now: int) -> Outcome:

@@ -99,13 +99,13 @@ class Transfers:
         self._in_flight[move].append(flight)
         return copy
 
-    def demote_to(self, block: Block, tier: Tier) -> None:
+    def demote_to(self, block: Block, tier: Tier, cause: Cause) -> None:
         """Drops the block's idle copies above this tier, where a client has moved it: once the block is there, and no
         copy of the block is in flight."""
         if _under_way(block):
             self._demoting[block] = tier
         for above in self._idle_above(block, tier):
-            self._state.free_copy(block, above, Cause.EXPLICIT)
+            self._state.free_copy(block, above, cause)
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
         """Applies a result. Returns the fetches that waited for its copies, once a copy."""

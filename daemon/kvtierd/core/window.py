@@ -89,9 +89,11 @@ class WindowManager:
             if block is not None and priority != UNCHANGED:
                 self.state.retain(block, priority, duration_ms, cause)
 
-    def set_retention(self, keys: Sequence[Key], given: Sequence[tuple[int, int]]) -> tuple[BlockResult, ...]:
+    def set_retention(
+        self, keys: Sequence[Key], given: Sequence[tuple[int, int]], cause: Cause
+    ) -> tuple[BlockResult, ...]:
         blocks = [self.state.index.get(key) for key in keys]
-        self.retain(blocks, given, Cause.EXPLICIT)
+        self.retain(blocks, given, cause)
         return tuple(BlockResult.NOT_FOUND if block is None else BlockResult.OK for block in blocks)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
@@ -296,14 +298,14 @@ class WindowManager:
                 elif block not in asked:
                     cause = WRITE_THROUGH
                 else:
-                    cause = Cause.PREFETCH if src > tier else Cause.EXPLICIT
+                    cause = ticket.cause or (Cause.PREFETCH if src > tier else Cause.EXPLICIT)
                 self.transfers.start(block, src, tier, cause)
             self._join(ticket, block)
         for block in claimed:
             self.state.unclaim(block)
         if not ticket.hold:
             for block in claimed:
-                self.transfers.demote_to(block, tier)
+                self.transfers.demote_to(block, tier, ticket.cause or Cause.EXPLICIT)
 
     def _join(self, ticket: FetchTicket, block: Block) -> None:
         tier = ticket.tier

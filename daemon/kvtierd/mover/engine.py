@@ -163,6 +163,7 @@ class Engine:
         to: Tier,
         keys: Sequence[Key],
         timeout_s: float | None,
+        cause: Cause | None = None,
     ) -> Grant:
         """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`TicketRefused`.
         Blocks move in slices. When the time is up, or the caller goes, the remaining blocks stay where they are."""
@@ -177,7 +178,11 @@ class Engine:
                 while starts and len(on_the_way) < _PARTS:
                     first = starts.popleft()
                     part = keys[first : first + step]
-                    on_the_way.append(self._begin_move(cache_id, session, group, to, part, ends))
+                    cache = self._accepting(cache_id)
+                    ticket, outcome = cache.manager.move(session, group, to, part, self._clock(), cause)
+                    waiting = cache.tickets.open(ticket, session, to, len(part))
+                    self._begin(cache, [waiting], outcome, None if ends is None else max(0.0, ends - self._loop.time()))
+                    on_the_way.append((cache, waiting))
                     await asyncio.sleep(0)  # other calls run in between
                 await on_the_way[0][1].wake
                 grant = _granted(on_the_way.popleft()[1])
@@ -192,16 +197,6 @@ class Engine:
             for cache, waiting in on_the_way:
                 self._withdraw(cache, [waiting])
             raise
-
-    def _begin_move(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], ends: float | None
-    ) -> tuple[OpenCache, Waiting]:
-        cache = self._accepting(cache_id)
-        ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
-        waiting = cache.tickets.open(ticket, session, to, len(keys))
-        left = None if ends is None else max(0.0, ends - self._loop.time())
-        self._begin(cache, [waiting], outcome, left)
-        return cache, waiting
 
     # requests that are answered at once
 
@@ -305,6 +300,7 @@ class Engine:
         keys: Sequence[Key],
         priorities: Sequence[int],
         durations_ms: Sequence[int],
+        cause: Cause = Cause.EXPLICIT,
     ) -> tuple[BlockResult, ...]:
         """Sets the retention of blocks, in slices: other calls run in between."""
         cache = self._find(cache_id)
@@ -314,7 +310,7 @@ class Engine:
                 await self._others(cache)
             few = slice(start, start + KEYS_A_TURN)
             given = keys[few], priorities[few], durations_ms[few]
-            told += self._applied(cache, cache.manager.set_retention(group, *given, self._clock()))
+            told += self._applied(cache, cache.manager.set_retention(group, *given, self._clock(), cause))
         return tuple(told)
 
     def pin(

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from kvtier.v1 import blocks_pb2
 from kvtierd.core.conversations import Kept, expected
 from kvtierd.core.errors import TierOutOfService
+from kvtierd.core.events import Cause
 from kvtierd.core.ids import BITS, CacheId, GroupId, Key, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY
@@ -182,7 +183,7 @@ class Hints:
             else:
                 needed = cache.spec.attention(group).needs(len(keys)).pick(keys)
                 few = bytes([priority]) * len(needed), [for_ms] * len(needed)
-                await self._engine.set_retention(cache.id, group, needed, *few)
+                await self._engine.set_retention(cache.id, group, needed, *few, Cause.HINT)
         return order.result(len(keys))
 
     async def _pin(self, order: _Order) -> blocks_pb2.HintResult:

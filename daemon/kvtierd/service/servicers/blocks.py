@@ -19,6 +19,7 @@ from kvtier.abi.attach import lease_secret
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import ForeignLease, UnknownLease
+from kvtierd.core.events import Cause
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.core.removal import DropResult
@@ -277,7 +278,9 @@ class BlocksService:
                     self._engine.release(cache.id, session.id, [lease])
         return blocks_pb2.ReleaseResponse(as_of_event=self._now_cursor())
 
-    async def move(self, session: ClientSession, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:
+    async def move(
+        self, session: ClientSession, request: blocks_pb2.MoveRequest, cause: Cause | None = None
+    ) -> blocks_pb2.MoveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         to = validation.tier("to", request.to, cache.slots)
         keys = validation.keys("keys", request.keys)
@@ -287,7 +290,7 @@ class BlocksService:
             return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())
         if to in MEMORY_TIERS:
             wait_s = await self._bring(cache, [group], [keys], wait_s)
-        grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
+        grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s, cause)
         return blocks_pb2.MoveResponse(
             results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()
         )
@@ -348,7 +351,8 @@ class BlocksService:
     async def hint(self, session: ClientSession, request: blocks_pb2.HintRequest) -> blocks_pb2.HintResponse:
         cache = self._catalog.opened(session, request.cache_id)
         validation.count("hints", len(request.hints), 1, MAX_HINTS)
-        results = [await self._hints.take(session, cache, hint, self.move) for hint in request.hints]
+        move = partial(self.move, cause=Cause.HINT)
+        results = [await self._hints.take(session, cache, hint, move) for hint in request.hints]
         return blocks_pb2.HintResponse(results=results, as_of_event=self._now_cursor())
 
     async def reset(self, session: ClientSession, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
