@@ -138,7 +138,7 @@ class World:
             self.clients.write(holding, item.slot, item.key)
         expected = site.expected_commit(items)
         try:
-            talk = b"%d" % holding.session
+            talk = b"%d" % (holding.session % 3)
             results, outcome = self.core.commit(
                 holding.session, holding.id, items, self.now, hold=hold, release=release, conversation=talk
             )
@@ -182,6 +182,7 @@ class World:
         self._carry_out(outcome)
 
     def acquire(self, session: SessionId, sites: Sequence[Site], tier: Tier, chains: Sequence[ChainRequest]) -> None:
+        chains = [replace(chain, conversation=b"%d" % (session % 3)) for chain in chains]
         requests = [self._prefix_request(session, tier, chain, sites) for chain in chains]
         try:
             tickets, outcome = self.core.acquire(session, [site.group for site in sites], tier, chains, self.now)

@@ -14,14 +14,16 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.events import Cause
-from kvtierd.core.ids import Key
+from kvtierd.core.ids import NOBODY, Key, SessionId
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.policy import DEFAULT_PRIORITY, MIN_PRIORITY
 
 IDLE_NS: Final = 3_600 * 10**9
 """A conversation without a request is forgotten after once to twice this time."""
 MOST: Final = 65_536
-"""Largest number of conversations of a cache. Beyond it, the half with the oldest requests is forgotten."""
+"""Largest number of conversations of a cache. Beyond it, the session with the most forgets its oldest."""
+MOST_A_SESSION: Final = 8_192
+"""Largest number of conversations of a session. Beyond it, the session's oldest is forgotten."""
 _NS_PER_MS: Final = 1_000_000
 _LATE: Final = 3
 _SOONEST: Final = 60
@@ -52,40 +54,57 @@ class Conversations:
         """``retain``: :meth:`GroupState.retain`."""
         self._index = index
         self._retain = retain
-        self._tips: dict[bytes, Block] = {}
-        """The last block of each conversation told of since ``_turned``."""
-        self._older: dict[bytes, Block] = {}
-        """The same, of conversations told of only before."""
-        self._tags: dict[Block, tuple[bytes, ...]] = {}
+        self._tips: dict[SessionId, dict[bytes, Block]] = {NOBODY: {}}
+        """The last block of each conversation, by the session that told of it last: ``NOBODY`` for an ended session.
+        A session's oldest conversation comes first."""
+        self._tags: dict[Block, bytes | set[bytes]] = {}
+        """The conversation that a block is the last of, or several."""
         self._kept: dict[bytes, Kept] = {}
         self._turned = 0
+        self._unswept: list[SessionId] = []
+        """Sessions whose idle conversations are to be forgotten: those of one session a request."""
         self._ended: set[Block] = set()
 
-    def reach(self, tag: bytes, key: Key, now: int) -> None:
-        """Notes that the conversation has got as far as this block. A block that the conversation has passed already
-        changes nothing: requests for the first part of its chain are no return."""
-        block, old = self._index.get(key), self.tip(tag)
+    def reach(self, session: SessionId, tag: bytes, key: Key, now: int) -> None:
+        """Notes that the conversation, from now on the session's, has got as far as this block. A block that the
+        conversation has passed already is no return: it changes nothing else."""
+        if now > self._turned + IDLE_NS:
+            self._turned, self._unswept = now, [*self._tips]
+        if self._unswept:
+            self._forget_idle(self._unswept.pop(), now - IDLE_NS)
+        block, others = self._index.get(key), self._of(tag, session)
         if block is None:
             return
+        own, old = self._tips.setdefault(session, {}), others.pop(tag, None)
+        if old is not None:
+            self._untag(tag, old)
         if old is None or not _is_above(block, old):
             self._pass_on(tag, old, block, now)
         else:
             block = old
-        self._place(tag, block)
-        if now > self._turned + IDLE_NS or len(self._tips) > MOST // 2:
-            for each in list(self._older):
-                self.forget(each)
-            self._older, self._tips, self._turned = self._tips, {}, now
+        own[tag] = block
+        self._tag(tag, block)
+        if own is not others and (len(own) > MOST_A_SESSION or sum(map(len, self._tips.values())) > MOST):
+            crowded = max(self._tips.values(), key=len)
+            self._take_back(next(iter(crowded)), None)
+
+    def disown(self, session: SessionId) -> None:
+        """Makes the conversations of an ended session nobody's, until another session tells of them."""
+        nobodys = self._tips[NOBODY]
+        nobodys.update(self._tips.pop(session, {}))
+        for tag in [*nobodys][:-MOST_A_SESSION]:
+            self._take_back(tag, None)
 
     @property
     def astray(self) -> bool:
         """For the checker: whether a conversation is at a block that is not indexed, or not known to be there."""
-        tips = {**self._older, **self._tips}
-        known = {(tag, block) for block, tags in self._tags.items() for tag in tags}
-        return known != set(tips.items()) or not all(block.indexed for block in (*tips.values(), *self._ended))
+        tips = [each for tips in self._tips.values() for each in tips.items()]
+        known = sorted((tag, block.key) for block in self._tags for tag in self._at(block))
+        there = all(block.indexed for block in (*self._tags, *self._ended))
+        return not there or known != sorted((tag, block.key) for tag, block in tips)
 
     def tip(self, tag: bytes) -> Block | None:
-        return self._tips.get(tag) or self._older.get(tag)
+        return self._of(tag).get(tag)
 
     def chain(self, tag: bytes, first: int, end: int | None) -> list[Key]:
         """Keys of the conversation's blocks from number ``first`` to ``end``, parents first."""
@@ -103,19 +122,8 @@ class Conversations:
     def shorten(self, tag: bytes, key: Key) -> None:
         """Takes the conversation back to the block before this one, if there is one."""
         block = self._index.get(key)
-        if block is None or block.parent is None:
-            self.forget(tag)
-        else:
-            self._kept.pop(tag, None)
-            self._place(tag, block.parent)
-
-    def forget(self, tag: bytes) -> None:
-        block = self._tips.pop(tag, None) or self._older.pop(tag, None)
         self._kept.pop(tag, None)
-        if block is not None:
-            left = tuple(other for other in self._tags.pop(block) if other != tag)
-            if left:
-                self._tags[block] = left
+        self._take_back(tag, None if block is None else block.parent)
 
     def end(self, keys: Sequence[Key]) -> list[Key]:
         """Lets blocks go first, with the lowest priority, unless a conversation is there or a later block stays.
@@ -142,19 +150,47 @@ class Conversations:
     def leave(self, block: Block) -> None:
         """Takes the conversations of a block that is about to go back to its parent."""
         self._ended.discard(block)
-        for tag in self._tags.get(block, ()):
-            if block.parent is None:
-                self.forget(tag)
-            else:
-                self._place(tag, block.parent)
+        for tag in self._at(block):
+            self._take_back(tag, block.parent)
 
-    def _place(self, tag: bytes, block: Block) -> None:
-        kept = self._kept.pop(tag, None)
-        self.forget(tag)
-        self._tips[tag] = block
-        self._tags[block] = (*self._tags.get(block, ()), tag)
-        if kept is not None:
-            self._kept[tag] = kept
+    def _of(self, tag: bytes, session: SessionId = NOBODY) -> dict[bytes, Block]:
+        """The conversations of the session that has this one; none if no session has. ``session``: has it probably."""
+        likely = self._tips.get(session, {})
+        return likely if tag in likely else next((tips for tips in self._tips.values() if tag in tips), {})
+
+    def _at(self, block: Block) -> tuple[bytes, ...]:
+        tags = self._tags.get(block, ())
+        return (tags,) if isinstance(tags, bytes) else tuple(tags)
+
+    def _tag(self, tag: bytes, block: Block) -> None:
+        tags = self._tags.setdefault(block, tag)
+        if isinstance(tags, set):
+            tags.add(tag)
+        elif tags is not tag:
+            self._tags[block] = {tags, tag}
+
+    def _untag(self, tag: bytes, block: Block) -> None:
+        tags = self._tags.pop(block)
+        if isinstance(tags, set):
+            tags.remove(tag)
+            self._tags[block] = tags if len(tags) > 1 else tags.pop()
+
+    def _take_back(self, tag: bytes, block: Block | None, session: SessionId = NOBODY) -> None:
+        """Takes the conversation back to a block; None: forgets it."""
+        tips = self._of(tag, session)
+        if tag in tips:
+            self._untag(tag, tips[tag])
+            if block is None:
+                del tips[tag]
+                self._kept.pop(tag, None)
+            else:
+                tips[tag] = block
+                self._tag(tag, block)
+
+    def _forget_idle(self, session: SessionId, since: int) -> None:
+        for tag, tip in [*self._tips.get(session, {}).items()]:
+            if tip.use is None or tip.use.at < since:
+                self._take_back(tag, None, session)
 
     def _pass_on(self, tag: bytes, old: Block | None, new: Block, now: int) -> None:
         """Moves the conversation's retention to its new last block."""

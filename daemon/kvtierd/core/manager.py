@@ -216,7 +216,7 @@ class BlockManager:
         window.state.now = now
         results = window.holds.store(owned, items, hold=hold and not release, cause=cause)
         if conversation and items and window.state.conversations is self.conversations:
-            self.conversations.reach(conversation, items[-1].key, now)
+            self.conversations.reach(session, conversation, items[-1].key, now)
         if release:
             self._end(owned)
         return results, self._outcome(now)
@@ -247,7 +247,7 @@ class BlockManager:
         tickets = [self.acquires.match(self._next_ticket(), session, windows, tier, chain, now) for chain in chains]
         for ticket, chain in zip(tickets, chains, strict=True):
             if chain.conversation and ticket.matched:
-                self.conversations.reach(chain.conversation, chain.keys[ticket.matched - 1], now)
+                self.conversations.reach(session, chain.conversation, chain.keys[ticket.matched - 1], now)
             self.acquires.queue(ticket, now)
         return tuple(ticket.id for ticket in tickets), self._outcome(now)
 
@@ -459,6 +459,7 @@ class BlockManager:
                 self.windows[lease.group].holds.give_back(lease, lease.all_slots().difference(lease.blank))
             else:
                 self._end(lease)
+        self.conversations.disown(session)
         return self.orphan_session(session, now)
 
     def end_session(self, session: SessionId, now: int) -> Outcome:
@@ -466,6 +467,7 @@ class BlockManager:
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             self._end(lease)
+        self.conversations.disown(session)
         return self._outcome(now)
 
     # -- the mover's reports -----------------------------------------------------------------------------------------

@@ -71,13 +71,14 @@ class HintAccount:
 
 @dataclass(slots=True, frozen=True)
 class _Order:
-    """A valid hint. ``keys``: its stored blocks, parents first. ``whole``: they end with the conversation's last block.
-    ``clips``: the reasons why less is done than was asked for."""
+    """A valid hint. ``tag``: of its conversation; empty = none. ``keys``: its stored blocks, parents first. ``whole``:
+    they end with the conversation's last block. ``clips``: the reasons why less is done than was asked for."""
 
     session: ClientSession
     cache: ServedCache
     manager: BlockManager
     hint: blocks_pb2.Hint
+    tag: bytes
     move: Mover
     keys: Sequence[Key]
     whole: bool
@@ -86,7 +87,7 @@ class _Order:
 
     @property
     def target(self) -> bytes:
-        return self.hint.conversation or self.keys[-1]
+        return self.tag or self.keys[-1]
 
     def result(self, blocks: int) -> blocks_pb2.HintResult:
         outcome = blocks_pb2.HINT_OUTCOME_CLIPPED if self.clips else blocks_pb2.HINT_OUTCOME_ACCEPTED
@@ -141,7 +142,7 @@ class Hints:
             raise bad_argument("end_token", hint.end_token, f"more than first_token, {hint.first_token}, or 0")
         validation.count("priority", hint.priority, 0, MAX_PRIORITY)
         if tag and keys and (stored := manager.match([manager.leading], keys).blocks):
-            manager.conversations.reach(tag, keys[stored - 1], time.time_ns())
+            manager.conversations.reach(session.id, tag, keys[stored - 1], time.time_ns())
         if tag:
             end = hint.end_token // step or None
             keys = manager.conversations.chain(tag, math.ceil(hint.first_token / step), end)
@@ -150,7 +151,7 @@ class Hints:
         clips = [f"for_ms = {hint.for_ms}: at most {LONGEST_MS}"] * (hint.for_ms > LONGEST_MS)
         for_ms = min(hint.for_ms or LONGEST_MS, LONGEST_MS)
         whole = tip is not None and keys[-1:] == [tip.key]
-        return _Order(session, cache, manager, hint, move, keys, whole, for_ms, clips)
+        return _Order(session, cache, manager, hint, tag, move, keys, whole, for_ms, clips)
 
     def _affordable(self, order: _Order, for_ms: int) -> Sequence[Key]:
         """The first blocks of the target, as many as the client may still keep, which count for this time."""
@@ -179,7 +180,7 @@ class Hints:
         for group in order.manager.windows:
             if group == order.manager.leading and order.whole and len(keys) == len(order.keys):
                 until_ns = time.time_ns() + for_ms * 10**6
-                self._engine.keep(cache.id, order.hint.conversation, Kept(priority, until_ns, lasting))
+                self._engine.keep(cache.id, order.tag, Kept(priority, until_ns, lasting))
             else:
                 needed = cache.spec.attention(group).needs(len(keys)).pick(keys)
                 few = bytes([priority]) * len(needed), [for_ms] * len(needed)
@@ -234,7 +235,7 @@ class Hints:
 
     async def _end(self, order: _Order) -> blocks_pb2.HintResult:
         if order.whole:
-            order.manager.conversations.shorten(order.hint.conversation, order.keys[0])
+            order.manager.conversations.shorten(order.tag, order.keys[0])
         ended = await self._engine.end(order.cache.id, order.keys[::-1])
         if ended < len(order.keys):
             order.clips.append(f"{ended} of {len(order.keys)} blocks: later blocks or other conversations need others")

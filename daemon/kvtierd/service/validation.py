@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final, cast
 
@@ -55,10 +56,10 @@ def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, least: int = 1)
 
 
 def conversation(field: str, tag: bytes) -> bytes:
-    """The tag of a conversation; empty = none."""
+    """A digest of a conversation's tag, so that a long tag takes no more memory; empty = none."""
     if len(tag) > MAX_TAG_BYTES:
         raise bad_argument(field, f"{len(tag)} bytes", f"at most {MAX_TAG_BYTES} bytes")
-    return tag
+    return blake2b(tag, digest_size=16).digest() if tag else b""
 
 
 def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:

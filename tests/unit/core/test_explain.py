@@ -4,10 +4,12 @@ import hashlib
 import tracemalloc
 
 from kvtierd.core.block import Block, Phase, Use
+from kvtierd.core.conversations import MOST_A_SESSION, Conversations
 from kvtierd.core.events import CAPACITY
 from kvtierd.core.explain import BlockNow, CopyNow
 from kvtierd.core.ids import Key, SessionId, Tier, Traits
-from kvtierd.core.index import REMEMBERED, Departed
+from kvtierd.core.index import REMEMBERED, BlockIndex, Departed
+from kvtierd.service.validation import conversation
 from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key
 
 
@@ -34,6 +36,20 @@ def test_a_victim_on_its_way_down_says_so() -> None:
     bench.put("a")
     bench.reserve(DEVICE, 1)
     assert at(bench, "a").phase is Phase.LEAVING
+
+
+def test_a_conversation_takes_at_most_200_bytes() -> None:
+    index = BlockIndex()
+    for number in range(MOST_A_SESSION):
+        index.add(Block(Key(b"%032d" % number), None, None, Traits(35)))
+    tracemalloc.start()
+    known = Conversations(index, lambda *_: None)
+    for number, block in enumerate(index):
+        known.reach(SessionId(1), conversation("tag", b"%0128d" % number), block.key, 1)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert known.tip(conversation("tag", b"%0128d" % 0)) is not None
+    assert taken <= 200 * len(index)
 
 
 def test_departed_blocks_are_remembered_in_bounded_memory() -> None:
