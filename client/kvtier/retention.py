@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.words import ENDED_MS, KEY_BYTES
 from kvtier.errors import InvalidArgument, require_kind, require_within
 from kvtier.types import DEFAULT_PRIORITY
 from kvtier.v1 import blocks_pb2
 
 MAX_PRIORITY: Final = 100
 MAX_TOKEN: Final = (1 << 63) - 1
-MAX_DURATION_MS: Final = (1 << 32) - 1
+MAX_DURATION_MS: Final = ENDED_MS - 1
 _MAX_MIN_BLOCKS: Final = 16_384
 """Most keys of a call."""
 MAX_TAG_BYTES: Final = 128

@@ -236,6 +236,7 @@ CASES = [
     commit.refused("parents[1]", NEW[1].hex(), "not its own parent", parents=ROOT_PARENT + NEW[1]),
     commit.refused("priorities", "1 bytes", "2 bytes", priorities=b"\x01"),
     commit.refused("priorities[1]", "101", "0 to 100", priorities=bytes([100, 101])),
+    retain.refused("durations_ms[1]", "4294967295", "at most 4294967294", durations_ms=[0, MAX32, 0]),
     # acquire
     acquire.refused("chains", "0", "1 to 1024", chains=[]),
     acquire.refused("chains[1].keys", "no keys", "at least one", chains=chains((PACKED, 0), (b"", 0))),

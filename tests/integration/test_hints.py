@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import Hint, HintOutcome, HintResult, InvalidArgument, Retention, Tier
+from kvtier.abi.words import ENDED_MS
+from kvtier.retention import MAX_DURATION_MS
 from kvtier.v1 import blocks_pb2, common_pb2
-from tests.integration.blocks import blocks, chain, put_chain
+from tests.integration.blocks import SPEC, blocks, chain, put_chain
 from tests.integration.conftest import own_cache
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 ACCEPTED, CLIPPED, DEFERRED, REJECTED, MISSING = HintOutcome
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -61,13 +63,24 @@ async def test_the_end_of_a_conversation_spares_what_another_one_has(cache):
     assert set((await priorities(cache)).values()) == {0}
 
 
-async def test_ended_blocks_that_a_request_finds_are_as_new(cache):
-    keys = chain("again", 4)
-    await turn(cache, "c", keys)
-    await told(cache, "end", "c")
-    async with cache.acquire(keys[:3]) as lease:
-        assert lease.blocks == 3
-    assert await priorities(cache) == dict.fromkeys(keys[:3], 35) | {keys[3]: 0}
+async def test_ended_blocks_that_a_request_finds_are_as_new_also_after_a_restart(start_for):
+    daemon = start_for(SPEC, host=16, disk=32)
+    async with await patient(daemon.address) as client:
+        cache = await client.open_cache("kept", SPEC)
+        ended, own = await put_chain(cache, "ended", 4), await put_chain(cache, "own", 2)
+        await cache.move(ended + own, DISK)
+        await told(cache, "end", keys=ended)
+        await cache.set_retention(own, 0, [None, MAX_DURATION_MS / 1000])
+        assert (await client.explain(ended[0], past=False)).blocks[0].duration_ms == ENDED_MS
+        for found in 1, 3:
+            for keys in ended[:found], own:
+                async with cache.acquire(keys) as lease:
+                    assert lease.blocks == len(keys)
+            as_new = dict.fromkeys(ended[:found], 35) | dict.fromkeys(ended[found:] + own, 0)
+            assert await priorities(cache) == as_new
+            await asyncio.to_thread(daemon.stop)
+            await asyncio.to_thread(daemon.start)
+            await eventually(lambda: priorities(cache), lambda left: left == as_new)  # noqa: B023
 
 
 async def test_ended_blocks_leave_before_older_ones(cache):

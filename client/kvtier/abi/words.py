@@ -11,6 +11,8 @@ KEY_BYTES: Final = 32
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """The parent of a chain's first block on the wire."""
 DIGEST_BYTES: Final = 32
+ENDED_MS: Final = (1 << 32) - 1
+"""The duration of a block that a hint has ended: until a request finds it. No client can set it."""
 
 BITS: Final[tuple[int, ...]] = (1, 2, 4, 8)
 _NAMES: Final[tuple[str, ...]] = ("device", "host", "disk", "remote")

@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from kvtier.abi.keys import Scope, chain_keys
-from kvtier.abi.words import KEY_BYTES
+from kvtier.abi.words import ENDED_MS, KEY_BYTES
 from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, address_option, cache_option
 from kvtier.cli.locate import token_ids
@@ -173,6 +173,8 @@ def _now(block: BlockExplained, now_ns: int) -> Iterator[Text]:
 def _retention(block: BlockExplained, now_ns: int) -> str:
     if not block.duration_ms:
         return "kept for ever"
+    if block.duration_ms == ENDED_MS:
+        return "a hint ended it, until a request finds it"
     if not block.deadline_ns:
         return f"kept for {duration(block.duration_ms * 10**6)} after its release"
     return f"kept for {duration(max(0, block.deadline_ns - now_ns))} more"

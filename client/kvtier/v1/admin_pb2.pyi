@@ -295,7 +295,7 @@ class ExplainedBlock(google.protobuf.message.Message):
     """effective: the highest of its own and of its children's"""
     own_priority: builtins.int
     duration_ms: builtins.int
-    """how long it keeps its own, counted from its release; 0 = for ever"""
+    """how long it keeps its own, counted from its release; 0 = for ever, 4294967295 = ended by a hint"""
     deadline_ns: builtins.int
     """when that ends; 0 = its clock stands"""
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from kvtier.abi.words import ENDED_MS
 from kvtierd.core.acquires import AcquireTicket
 from kvtierd.core.block import DOWNWARDS, UPWARDS, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
@@ -281,8 +282,8 @@ class _Checker:
         if running != self.state.clocks.running():
             raise _broken(6, "a deadline is not kept, or is of nobody's")
         for block in self.state.index:
-            lasting = block.traits.duration_ms == 0 or block.own_priority == DEFAULT_PRIORITY
-            if block.traits.duration_ms and lasting:
+            lasting = block.traits.duration_ms in (0, ENDED_MS)
+            if block.traits.duration_ms and block.own_priority == DEFAULT_PRIORITY:
                 raise _broken(6, f"block {block} has a duration that says nothing")
             awaited = not lasting and not block.held
             if (block in running) != awaited:

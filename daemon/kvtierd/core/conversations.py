@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Final
 
+from kvtier.abi.words import ENDED_MS
 from kvtierd.core.block import Block
 from kvtierd.core.events import Cause
 from kvtierd.core.ids import NOBODY, Key, SessionId
@@ -63,7 +64,8 @@ class Conversations:
         self._turned = 0
         self._unswept: list[SessionId] = []
         """Sessions whose idle conversations are to be forgotten: those of one session a request."""
-        self._ended: set[Block] = set()
+        self.some_ended = False
+        """Whether there may be an ended block. It has the duration ``ENDED_MS``, also after a restart."""
 
     def reach(self, session: SessionId, tag: bytes, key: Key, now: int) -> None:
         """Notes that the conversation, from now on the session's, has got as far as this block. A block that the
@@ -98,10 +100,9 @@ class Conversations:
     @property
     def astray(self) -> bool:
         """For the checker: whether a conversation is at a block that is not indexed, or not known to be there."""
-        tips = [each for tips in self._tips.values() for each in tips.items()]
+        tips = sorted((tag, tip.key) for tips in self._tips.values() for tag, tip in tips.items())
         known = sorted((tag, block.key) for block in self._tags for tag in self._at(block))
-        there = all(block.indexed for block in (*self._tags, *self._ended))
-        return not there or known != sorted((tag, block.key) for tag, block in tips)
+        return known != tips or not all(block.indexed for block in self._tags)
 
     def tip(self, tag: bytes) -> Block | None:
         return self._of(tag).get(tag)
@@ -135,21 +136,19 @@ class Conversations:
         ended = []
         for block in filter(None, map(self._index.get, keys)):
             if block not in self._tags and not any(child.priority > MIN_PRIORITY for child in block.children):
-                self._retain(block, MIN_PRIORITY, 0, Cause.HINT)
-                self._ended.add(block)
+                self._retain(block, MIN_PRIORITY, ENDED_MS, Cause.HINT)
+                self.some_ended = True
                 ended.append(block.key)
         return ended
 
     def found(self, blocks: Iterable[Block]) -> None:
         """Gives ended blocks that a request found the default priority again."""
-        if self._ended:
-            for block in self._ended.intersection(blocks):
-                self._ended.remove(block)
+        if self.some_ended:
+            for block in [block for block in blocks if block.traits.duration_ms == ENDED_MS]:
                 self._retain(block, DEFAULT_PRIORITY, 0, Cause.DEMAND)
 
     def leave(self, block: Block) -> None:
         """Takes the conversations of a block that is about to go back to its parent."""
-        self._ended.discard(block)
         for tag in self._at(block):
             self._take_back(tag, block.parent)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from kvtier.abi.words import ENDED_MS
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
 from kvtierd.core.conversations import Conversations
@@ -539,6 +540,7 @@ class GroupState:
             parent_key = parent.key  # one object shared by all children
         block = Block(key, parent_key, parent, traits)
         block.indexed = True
+        self.conversations.some_ended |= traits.duration_ms == ENDED_MS
         self.clocks.enter(block)
         self.index.add(block)
         if parent is not None:

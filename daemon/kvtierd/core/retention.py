@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import Final
 
+from kvtier.abi.words import ENDED_MS
 from kvtierd.core.block import Block
 from kvtierd.core.ids import DISK
 from kvtierd.core.policy import DEFAULT_PRIORITY
@@ -66,7 +67,7 @@ class Clocks:
         the call."""
         for block in blocks:
             _, duration_ms, _, _ = block.traits
-            if duration_ms:
+            if duration_ms and duration_ms != ENDED_MS:
                 self._started[block] = None
 
     def stop(self, block: Block) -> None:
@@ -80,7 +81,7 @@ class Clocks:
         own, duration_ms, deadline_ns, _ = block.traits
         if deadline_ns:
             block.retain(own, duration_ms, 0)
-        if not duration_ms:
+        if duration_ms in (0, ENDED_MS):
             return
         self.give(block, duration_ms)
         if block.traits.duration_ms and deadline_ns:

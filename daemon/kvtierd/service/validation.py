@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES, KEY_DTYPE, ROOT_PARENT
+from kvtier.abi.words import ENDED_MS
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, LeaseId, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
@@ -85,6 +86,8 @@ def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
         return [0] * count
     if len(values) != count:
         raise bad_argument(field, f"{len(values)} values", f"{count} values, one a key, or none")
+    if (most := max(values)) == ENDED_MS:
+        raise bad_argument(f"{field}[{list(values).index(most)}]", most, f"at most {ENDED_MS - 1}")
     return values
 
 
