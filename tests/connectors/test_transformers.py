@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from kvtier import Client, InvalidArgument, Scope, Tier, chain_keys
+from kvtier import Client, Hint, InvalidArgument, Scope, Tier, chain_keys
 from kvtier.connectors.transformers import PrefixStore
 from tests.connectors import tiny
 from tests.integration.blocks import SPEC
@@ -54,6 +54,8 @@ async def test_the_logits_are_the_same_to_the_bit_after_the_daemon_was_killed(da
     with opened(daemon, model) as store:
         assert store.load_prefix(PROMPT)[1] == 0
         assert store.save_prefix(past, PROMPT) == SPLIT
+        store.save_prefix(past, PROMPT, conversation="chat")
+        assert store.cache.hint(Hint("return", "chat"))[0].blocks == SPLIT // BLOCK
         keys = chain_keys(PROMPT[0, :SPLIT].numpy(), BLOCK)
         await eventually(lambda: store.cache.match(keys).residency, lambda tiers: min(tiers) >= Tier.DISK.bit)
     daemon.kill()
@@ -252,6 +254,8 @@ def test_arguments_that_make_no_sense_change_nothing(daemon):
         ):
             with pytest.raises(InvalidArgument, match=wrong):
                 store.save_prefix(past, PROMPT)
+        with pytest.raises(InvalidArgument, match="conversation = 129 bytes"):
+            store.save_prefix(prefill(model)[1], PROMPT, conversation=129 * "x")
         with pytest.raises(InvalidArgument, match="2 dimensions"):
             store.load_prefix(ids)
         with pytest.raises(InvalidArgument, match="2 dimensions"):

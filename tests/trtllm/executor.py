@@ -49,6 +49,7 @@ class Request:
     multimodal_hashes: list[list[int]] | None = None
     multimodal_positions: list[int] | None = None
     multimodal_lengths: list[int] | None = None
+    py_conversation_params: Any = None
     state: State = State.WAITING
     cancelled: bool = False
     added: bool = False

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvtier import Client, InvalidArgument
+from kvtier import Client, Hint, InvalidArgument
 from kvtier.connectors import trtllm
 from tests.integration.daemon import DaemonProcess
 from tests.integration.test_engine import held as held_leases
@@ -108,6 +108,16 @@ def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, rank
     second, warm = computed(daemon, model, way, ranks=ranks, seed=2)
     assert outputs(warm) == outputs(cold)
     assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm) < first.computed
+
+
+async def test_a_conversation_of_the_engine_is_a_target_of_hints(daemon):
+    with engine(daemon, V1, SYNC, seed=1) as first, Client(daemon.address) as client:
+        first.submit(SHARED).py_conversation_params = SimpleNamespace(conversation_id="agent-7")
+        first.run()
+        (cache,) = client.caches()
+        opened = client.open_cache(cache.name, cache.spec)
+        (told,) = await eventually(lambda: opened.hint(Hint("end", "agent-7")), lambda told: told[0].blocks)
+        assert told.blocks == (len(SHARED) + 3) // V1.tokens_per_block
 
 
 @both_models

@@ -34,9 +34,11 @@ from kvtier.engine import Layout, PageGroup, PlaneLayout
 from kvtier.engine.client import EngineClient
 from kvtier.errors import DaemonUnavailable, InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
+from kvtier.retention import conversation_tag
 from kvtier.sync import Client, SyncCache
 from kvtier.types import BlockResult, CacheOptions, WritePolicy
-from kvtier.wire import Budgets
+from kvtier.verbs import Hint
+from kvtier.wire import MAX_KEYS, Budgets
 
 Ids: TypeAlias = "torch.Tensor | Sequence[int]"
 """The tokens of one prompt: [tokens] or [1, tokens]."""
@@ -141,12 +143,13 @@ class PrefixStore:
                 past.update(key_states[:, :, :known], values[:, :, :known], layer)
         return past, known
 
-    def save_prefix(self, past: transformers.Cache, ids: Ids, scope: Scope = PLAIN) -> int:
+    def save_prefix(self, past: transformers.Cache, ids: Ids, scope: Scope = PLAIN, conversation: str = "") -> int:
         """Stores the full blocks of a prompt that are not stored yet. Returns the number of its tokens stored now.
 
         Args:
             past: the model's keys and values of the prompt, after a prefill or after ``generate``.
             ids: tokens from the prompt's first one on; tokens that ``past`` does not hold are left out.
+            conversation: the tag of the prompt's conversation: see :class:`kvtier.Hint`.
         Raises: :class:`InvalidArgument` for a ``past`` of several prompts or of another model, and for one without the
             first tokens, which a sliding window drops unless the model was given a ``DynamicCache()``.
         """
@@ -154,7 +157,7 @@ class PrefixStore:
         if list(map(_kind, tensors)) != list(map(_kind, self._samples)):
             raise InvalidArgument("past", f"{len(tensors) // 2} layers", f"of the model of cache {self.name}")
         prompt = Prompt(_flat(ids)[: int(past.get_seq_length())], self._tokens, scope)
-        stored, count = 0, len(prompt)
+        stored, count, tag = 0, len(prompt), conversation_tag(conversation)
         if (cache := self.cache) is None:
             return 0
         try:
@@ -162,6 +165,8 @@ class PrefixStore:
             stored = count if first_absent < 0 else first_absent
             if stored < count and not self._connection.is_out and time.monotonic() >= self._save_from:
                 stored += self._put(cache, prompt, tensors, stored, count)
+            if tag and stored:
+                cache.hint(Hint("reached", tag, prompt.keys[: MAX_KEYS * KEY_BYTES]), timeout=self._timeout)
         except DaemonUnavailable as error:
             self._connection.begin(error)
         except KvtierError as error:

@@ -45,6 +45,7 @@ from kvtier.engine import (
     weights_of,
 )
 from kvtier.engine.mover import LEAST_HOST_BLOCKS
+from kvtier.engine.request import RequestHints
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import InvalidArgument
 
@@ -263,7 +264,8 @@ class _Scheduler:
             computed = len(tokens) - 1  # the last token has no keys and values yet
             if computed >= state.prompt:
                 self._planner.scheduled(name, computed, 0, dict(enumerate(ids)))
-        return self._planner.finished(name, dict(enumerate(ids)))
+        conversation = getattr(getattr(request, "py_conversation_params", None), "conversation_id", None)
+        return self._planner.finished(name, dict(enumerate(ids)), RequestHints.of(None, session=conversation))
 
     def request_reset(self, request: Any) -> None:
         """Notes that the request has lost its pages and runs again from its start."""
