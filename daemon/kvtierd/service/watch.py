@@ -141,8 +141,11 @@ class EventFilter:
 
 def _keep(event: events_pb2.Event, prefixes: tuple[bytes, ...]) -> bool:
     """Cuts an event to blocks whose keys begin with a prefix. Returns whether any are left."""
-    count = len(event.keys) // KEY_BYTES
-    places = [place for place in range(count) if event.keys.startswith(prefixes, place * KEY_BYTES)]
+    keys = event.keys  # each access copies them
+    if not any(prefix in keys for prefix in prefixes):  # rules out most events without a look at each key
+        return False
+    count = len(keys) // KEY_BYTES
+    places = [place for place in range(count) if keys.startswith(prefixes, place * KEY_BYTES)]
     if not places or len(places) == count:
         return bool(places)
     # All columns with an item per block; ``hub.py`` fills them.
