@@ -319,13 +319,6 @@ def count_leading(wanted: NDArray[np.bool_]) -> int:
     return len(wanted) if not len(wanted) or wanted[end] else end
 
 
-def are_distinct(keys: bytes) -> bool:
-    """Whether no key occurs twice; the daemon refuses calls with duplicates. Compares parts of the keys, so distinct
-    keys rarely yield False."""
-    words = np.sort(np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8])
-    return not bool((words[1:] == words[:-1]).any())
-
-
 MOST_CHAINS: Final = 256
 """Number of last looked-up, not yet read chains that are remembered."""
 

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi.attention import Needed
 from kvtier.abi.key_index import IndexEntries
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES, are_distinct
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.arena import Binder, MappedArena
 from kvtier.buffers import GroupRows, PrefixRows, Rows
-from kvtier.chains import Chains, are_distinct, count_leading
+from kvtier.chains import Chains, count_leading
 from kvtier.deadline import Deadline
 from kvtier.errors import ClientClosed, DaemonUnavailable, DamagedTransfer
 from kvtier.memory.arrays import Bytes

@@ -169,6 +169,13 @@ def covered_blocks(scope: Scope, tokens: int, tokens_per_block: int) -> dict[int
     return found
 
 
+def are_distinct(keys: bytes) -> bool:
+    """Whether no key occurs twice; the daemon refuses calls with duplicates. Compares parts of the keys, so distinct
+    keys rarely yield False."""
+    words = np.sort(np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8])
+    return not bool((words[1:] == words[:-1]).any())
+
+
 def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
     """Token ids as one-dimensional little-endian u32. Raises :class:`KeyChainError`."""
     return _as_unsigned("token_ids", token_ids, MAX_TOKEN_ID).astype("<u4")

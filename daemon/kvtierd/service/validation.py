@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from kvtier.abi.event_hashes import HASH_BYTES
-from kvtier.abi.keys import DIGEST_BYTES, KEY_DTYPE, ROOT_PARENT
+from kvtier.abi.keys import DIGEST_BYTES, KEY_DTYPE, ROOT_PARENT, are_distinct
 from kvtier.abi.words import ENDED_MS
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, LeaseId, Tier, rows
@@ -49,7 +49,7 @@ def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, least: int = 1)
     if count > max_keys:
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
     listed = _split(packed)
-    if len(set(listed)) < len(listed):
+    if not are_distinct(packed) and len(set(listed)) < len(listed):
         first = {key: index for index, key in reversed([*enumerate(listed)])}
         index, key = next((index, key) for index, key in enumerate(listed) if first[key] < index)
         raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first[key]}]")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.key_index import IndexReader
+from kvtier.abi.keys import are_distinct
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.chains import Chains, are_distinct
+from kvtier.chains import Chains
 from kvtier.types import Cursor
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import IndexedBlocks, KeyIndex
