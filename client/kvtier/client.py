@@ -18,6 +18,7 @@ from kvtier.abi.words import KEY_BYTES
 from kvtier.deadline import MAX_TIMEOUT_S, Deadline, Fence, Stream, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_kind, require_within
 from kvtier.explanation import (
+    IN_MEMORY_S,
     SHORTEST_PREFIX,
     Explanation,
     RequestExplanation,
@@ -244,12 +245,13 @@ class AsyncClient:
         deadline = self._deadline(timeout)
         reply = await self._session.call(lambda link: send(link, lambda stubs: stubs.admin.Explain, request), deadline)
         now = explanation_from_wire(asked, reply)
-        if not past or len(now.keys) > 1:
-            return now
+        return await self._with_past(now, cache, deadline) if past and len(now.keys) <= 1 else now
+
+    async def _with_past(self, now: Explanation, cache: str | None, deadline: Deadline) -> Explanation:
         log = Watch(
             self._session,
             Start(oldest=True),
-            watch_filter(keys=now.keys or [asked], caches=[] if cache is None else [cache]),
+            watch_filter(keys=now.keys or [now.asked], caches=[] if cache is None else [cache]),
             heartbeats=True,
             heartbeat_s=LOG_END_S,
         )
@@ -292,22 +294,24 @@ class AsyncClient:
                 parts_at = ((await opened.across.match_tokens(prompt, timeout=timeout)).tokens,) * 2
             others = (variants or {}).items()
             stored = {name: await opened.across.prefix_length(each, timeout=timeout) for name, each in others}
-            key = packed[found.blocks * KEY_BYTES :][:KEY_BYTES]
-            places = [await opened.in_group(group).probe(key) if key else b"" for group in opened.across.groups]
         finally:
             await opened.close()
+        key = packed[found.blocks * KEY_BYTES :][:KEY_BYTES]
         miss = await self.explain(key, past=False, timeout=timeout) if key else None
         if past and miss is not None and all(end.cache != cache for end in miss.endings()):
-            miss = await self.explain(key, timeout=timeout)
-        spans = sorted(found.groups, key=lambda span: opened.spec.groups[span.group].window_tokens > 0)
+            miss = await self._with_past(miss, None, self._deadline(timeout))
+        span = min(found.groups, key=lambda span: opened.spec.groups[span.group].window_tokens > 0)
+        runs = tier_runs(span.residency, IN_MEMORY_S)
+        if any(run.load_s is None for run in runs):
+            runs = tier_runs(span.residency, await self._costs(cache, opened.spec.block_bytes(span.group), timeout))
         return RequestExplanation(
             cache,
             asked,
             found.blocks,
             max(found.blocks, found.remote_blocks),
-            tier_runs(spans[0].residency, await self._costs(cache, opened.spec.block_bytes(spans[0].group), timeout)),
+            runs,
             parts_at,
-            "" if miss is None else why_missed(cache, places, miss, stored, found.blocks),
+            "" if miss is None else why_missed(cache, len(found.groups), miss, stored, found.blocks),
             miss,
         )
 
@@ -316,7 +320,7 @@ class AsyncClient:
             for stats in (await self.stats(timeout=timeout)).caches:
                 if stats.name == cache:
                     return seconds_a_block(stats, block_bytes)
-        return {}
+        return IN_MEMORY_S
 
     async def holdings(self, keys: wire.Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
         """How much of a chain the daemon and its peers hold, in every cache that the caller may read or watch.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import IntEnum
-from itertools import groupby
 from typing import Any, Final
 
 from kvtier import wire
@@ -21,6 +21,9 @@ MOST_KEYS: Final = 32
 
 _FASTEST: Final = bytes(min(tiers_of(residency), default=0) for residency in range(256))
 """The fastest tier by residency."""
+IN_MEMORY_S: Final = {Tier.DEVICE: 0.0, Tier.HOST: 0.0}
+"""Seconds to bring a block of memory into memory."""
+_RUN: Final = re.compile(rb"(.)\1*", re.DOTALL)
 
 WHY_GONE: Final[Mapping[int, str]] = {
     Cause.CAPACITY: "Room was needed, and no tier below could or should take it.",
@@ -270,17 +273,16 @@ class RequestExplanation:
 def tier_runs(residency: bytes, seconds_a_block: Mapping[Tier, float]) -> tuple[TierRun, ...]:
     """The runs of a prefix. ``seconds_a_block``: to bring a block from a tier into memory, where that is known."""
     runs: list[TierRun] = []
-    first = 0
-    for tier, places in groupby(residency.translate(_FASTEST)):
-        cost, count = seconds_a_block.get(Tier(tier)), sum(1 for _ in places)
-        runs.append(TierRun(Tier(tier), first, count, None if cost is None else cost * count))
-        first += count
+    for run in _RUN.finditer(residency.translate(_FASTEST)):
+        tier, count = Tier(run[0][0]), len(run[0])
+        cost = seconds_a_block.get(tier)
+        runs.append(TierRun(tier, run.start(), count, None if cost is None else cost * count))
     return tuple(runs)
 
 
 def seconds_a_block(stats: CacheStats, block_bytes: int) -> dict[Tier, float]:
-    """Seconds to bring a block from each tier into memory. Memory itself costs nothing."""
-    seconds = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0.0)
+    """Seconds to bring a block from each tier into memory."""
+    seconds = {**IN_MEMORY_S}
     for edge in stats.edges:
         src, dst = (Tier[name.upper()] for name in edge.edge.split(">"))
         if dst is Tier.HOST and edge.copy_ns and edge.bytes:
@@ -288,9 +290,9 @@ def seconds_a_block(stats: CacheStats, block_bytes: int) -> dict[Tier, float]:
     return seconds
 
 
-def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants: Mapping[str, int], blocks: int) -> str:
-    """A sentence for the first missing block of a request that has ``blocks``. ``places``: the missing block's
-    residency by window group. ``variants``: stored blocks of other keys of the same tokens, by name."""
+def why_missed(cache: str, groups: int, miss: Explanation, variants: Mapping[str, int], blocks: int) -> str:
+    """A sentence for the first missing block of a request that has ``blocks``. ``groups``: number of the cache's window
+    groups. ``variants``: stored blocks of other keys of the same tokens, by name."""
     for end in miss.endings():
         if end.cache == cache:
             return str(end)
@@ -298,8 +300,8 @@ def why_missed(cache: str, places: Sequence[bytes], miss: Explanation, variants:
         return "Only the remote store has it."
     if any(block.cache == cache and not block.residency for block in miss.blocks):
         return "Its bytes were lost, and it is about to go with the blocks under it."
-    if len({any(each) for each in places}) > 1:
-        lacking = [str(group) for group, each in enumerate(places) if not any(each)]
+    there = {block.group for block in miss.blocks if block.cache == cache}
+    if there and (lacking := [str(group) for group in range(groups) if group not in there]):
         return f"Window groups {', '.join(lacking)} lack it."
     if elsewhere := sorted({block.cache for block in miss.blocks} - {cache}):
         return f"Cache {elsewhere[0]} has it: other weights, another spec, or another name."
