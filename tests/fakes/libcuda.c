@@ -74,7 +74,6 @@ Result cuEventCreate(Handle *event, unsigned flags) { *event = (Handle)0xe1; SAY
 Result cuEventDestroy_v2(Handle event) { SAYS("%p", event); return 0; }
 Result cuEventRecord(Handle event, Handle stream) { SAYS("%p %p", event, stream); return 0; }
 Result cuEventQuery(Handle event) { static int asked; SAYS("%p", event); return asked++ ? 0 : 600; }
-Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) { SAYS("%p %p %u", stream, event, flags); return 0; }
 Result cuMemcpyAsync(Pointer target, Pointer source, size_t size, Handle stream) { SAYS("%llx %llx %zu %p", target, source, size, stream); return size == 700 ? 700 : 0; }
 Result cuMemsetD8Async(Pointer target, unsigned char value, size_t size, Handle stream) { SAYS("%llx %d %zu %p", target, value, size, stream); return size == 4711 ? 4711 : 0; }
 

@@ -266,10 +266,6 @@ class Driver:
             return False
         raise self._error(query.__name__, int(code))
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Makes later work of the stream start after the work that the event stands for now."""
-        self._call(self._cuda.cuStreamWaitEvent, stream, event, 0)
-
     # Copies. A call returns at once; source and destination must stay as they are until a later event is done. -----
 
     def copy(self, dst: Address, src: Address, nbytes: int, stream: Stream) -> None:

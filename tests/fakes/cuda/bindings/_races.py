@@ -1,18 +1,18 @@
-"""Copies that touch the same bytes must be ordered: by their stream, by an event, or because the host saw the first
-done before it asked for the second. Two that are not are a race, whether or not it goes well this time.
+"""Copies that touch the same bytes must be ordered: by their stream, or because the host saw the first done before it
+asked for the second. Two that are not are a race, whether or not it goes well this time.
 
-Vector clocks: each stream counts what it was given, and knows of every other stream up to where it has waited for it.
-What the host has seen done is known to every stream from then on. Only what this process asked for is judged.
+Each stream counts what it was given. What the host has seen done is known to every stream from then on. Only what this
+process asked for is judged.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._refusal import Refusal, invalid
 
-Clock = dict[int, int]
-"""Per stream, how much of what it was given has been waited for."""
+Given = tuple[int, int]
+"""A stream, and how much it had been given."""
 Span = tuple[int, int]
 """First address, and the one after the last."""
 
@@ -31,42 +31,37 @@ class Races:
     def __init__(self, *, overtaken: bool) -> None:
         """``overtaken``: only writes are judged."""
         self._overtaken = overtaken
-        self._clocks: dict[int, Clock] = {}
-        self._seen: Clock = {}
+        self._given: Counter[int] = Counter()
+        self._seen: dict[int, int] = {}
         self._open: dict[int, deque[_Access]] = {}
 
     def given(self, stream: int, reads: Iterable[Span], writes: Iterable[Span]) -> None:
         """Work for ``stream``. Raises :class:`Refusal` where it races with earlier work."""
-        clock = self._clocks.setdefault(stream, {})
         reads, writes = () if self._overtaken else tuple(reads), tuple(writes)
         spans = reads + writes
         bounds = min(first for first, _ in spans), max(end for _, end in spans)
-        access = _Access(clock.get(stream, 0) + 1, reads, writes, bounds)
+        access = _Access(self._given[stream] + 1, reads, writes, bounds)
         for other, accesses in self._open.items():
             while accesses and accesses[0].number <= self._seen.get(other, 0):
                 accesses.popleft()
-            if other != stream:
-                known = clock.get(other, 0)
-                for earlier in accesses:
-                    if earlier.number > known and _meet(earlier.bounds, access.bounds):
-                        _check(earlier, access)
-        clock[stream] = access.number
+            for earlier in accesses if other != stream else ():
+                if _meet(earlier.bounds, access.bounds):
+                    _check(earlier, access)
+        self._given[stream] = access.number
         self._open.setdefault(stream, deque()).append(access)
 
-    def recorded(self, stream: int) -> Clock:
+    def recorded(self, stream: int) -> Given:
         """What an event that is recorded now stands for."""
-        return dict(self._clocks.get(stream, {}))
+        return stream, self._given[stream]
 
-    def waited(self, stream: int, event: Clock) -> None:
-        _join(self._clocks.setdefault(stream, {}), event)
-
-    def saw(self, event: Clock) -> None:
+    def saw(self, event: Given) -> None:
         """The host was told that the event is done."""
-        _join(self._seen, event)
+        stream, number = event
+        self._seen[stream] = max(number, self._seen.get(stream, 0))
 
     def gone(self, stream: int) -> None:
         """Its number may be given to another stream. What it still does is not judged any more."""
-        self._clocks.pop(stream, None)
+        self._given.pop(stream, None)
         self._open.pop(stream, None)
         self._seen.pop(stream, None)
 
@@ -95,12 +90,6 @@ def _check(earlier: _Access, later: _Access) -> None:
 
 def _meet(one: Span, other: Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
-
-
-def _join(clock: Clock, more: Clock) -> None:
-    for stream, number in more.items():
-        if clock.get(stream, 0) < number:
-            clock[stream] = number
 
 
 class Race(Refusal):

@@ -59,7 +59,7 @@ def cuEventRecord(hEvent: CUevent | int, hStream: CUstream | int) -> None:
         raise Refusal(CUresult.CUDA_ERROR_INVALID_HANDLE, "event and stream are of different contexts")
     event.captured = stream.capturing
     event.mark = stream.mark()
-    event.clock = STATE.races.recorded(stream.number)
+    event.given = STATE.races.recorded(stream.number)
 
 
 @entry()
@@ -69,16 +69,7 @@ def cuEventQuery(hEvent: CUevent | int) -> None:
         raise Refusal(CUresult.CUDA_ERROR_CAPTURED_EVENT, "it was recorded in a stream that was being captured")
     if not event.mark.reached.is_set():
         raise Refusal(CUresult.CUDA_ERROR_NOT_READY, "")
-    STATE.races.saw(event.clock)
-
-
-@entry()
-def cuStreamWaitEvent(hStream: CUstream | int, hEvent: CUevent | int, Flags: int) -> None:
-    if Flags:
-        raise invalid("Flags must be 0")
-    event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
-    stream.give(event.mark.reached.wait)
-    STATE.races.waited(stream.number, event.clock)
+    STATE.races.saw(event.given)
 
 
 def _refuse_legacy(stream: CUstream | int) -> None:

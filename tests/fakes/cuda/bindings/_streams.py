@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ._races import Clock
+from ._races import Given
 
 Work = Callable[[], object]
 
@@ -111,5 +111,5 @@ class FakeEvent:
     def __init__(self, context: int) -> None:
         self.context = context
         self.mark = Mark(reached=True)
-        self.clock: Clock = {}
+        self.given: Given = 0, 0
         self.captured = False

@@ -59,7 +59,6 @@ from ._stream_calls import (
     cuStreamDestroy,
     cuStreamIsCapturing,
     cuStreamQuery,
-    cuStreamWaitEvent,
     fake_capture,
     fake_left,
     fake_work,

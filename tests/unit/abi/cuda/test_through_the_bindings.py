@@ -37,7 +37,6 @@ driver.register(Address(0x64000), 8192)
 driver.unregister(Address(0x64000))
 driver.record(event, stream)
 tell(driver.done(event), driver.done(event))
-driver.wait(stream, event)
 tell(driver.capturing(stream))
 tell(driver.idle(stream), driver.idle(stream))
 driver.copy(plain, host, 8, stream)
@@ -95,7 +94,6 @@ cuEventRecord 0xe1 0x51
 cuEventQuery 0xe1
 cuEventQuery 0xe1
 >False True
-cuStreamWaitEvent 0x51 0xe1 0
 cuStreamIsCapturing 0x51
 >True
 cuStreamQuery 0x51
