@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtierd.core.events import BlockChanges
-from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
+from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier, Traits
 from kvtierd.core.outcome import Outcome
+from kvtierd.core.transfers import ListingRow
 
 
 class SlotRef(NamedTuple):
@@ -63,14 +64,5 @@ def restated(outcome: Outcome) -> list[Content]:
     ]
 
 
-class BlockChange(NamedTuple):
-    key: Key
-    parent: Key | None
-    residency: int
-    priority: int
-    label: Label | None = None
-    parent_label: Label | None = None
-
-
-def changes(of: BlockChanges) -> Iterator[BlockChange]:
-    return map(BlockChange, of.keys, of.parents, of.residencies, of.priorities, of.labels, of.parent_labels)
+def changes(of: BlockChanges) -> Iterator[ListingRow]:
+    return map(ListingRow, of.keys, of.parents, of.residencies, of.priorities, of.labels, of.parent_labels)

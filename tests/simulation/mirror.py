@@ -1,14 +1,16 @@
 """A watcher of one window group, which rebuilds the places of blocks from the events alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from kvtierd.core.events import BlockEvent, Cause, EventType
 from kvtierd.core.ids import Key, Label
+from kvtierd.core.transfers import ListingRow
 from tests.events_page import told
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.violation import Violation, require
-from tests.slot_rows import BlockChange, changes
+from tests.slot_rows import changes
 
 LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.LOST, Cause.ANCESTOR)
 """Causes of events of lost bytes, after which a block may be nowhere until its descendants have gone."""
@@ -23,11 +25,11 @@ class Mirror:
     """
 
     def __init__(self, *, chained: bool) -> None:
-        self.blocks: dict[Key, BlockChange] = {}
+        self.blocks: dict[Key, ListingRow] = {}
         self.short: set[Key] = set()
         self._chained = chained
         self._children: dict[Key, int] = {}
-        self._handlers: dict[EventType, Callable[[BlockChange, Cause], None]] = {
+        self._handlers: dict[EventType, Callable[[ListingRow, Cause], None]] = {
             EventType.STORED: self._stored,
             EventType.UPDATED: self._updated,
             EventType.REMOVED: self._removed,
@@ -55,7 +57,7 @@ class Mirror:
     def label_of(self, key: Key) -> Label | None:
         return hash_of(key) if key in self.short else label_of(key)
 
-    def _stored(self, change: BlockChange, cause: Cause) -> None:
+    def _stored(self, change: ListingRow, cause: Cause) -> None:
         require(change.key not in self.blocks, "a block is stored twice")
         require(change.residency != 0, "a block is stored nowhere")
         if change.parent is not None and self._chained:
@@ -63,9 +65,9 @@ class Mirror:
             self._children[change.parent] = self._children.get(change.parent, 0) + 1
         above = self.label_of(change.parent) if change.parent is not None and self._chained else None
         require(change.parent_label == above, "a block is told of under another parent's label")
-        self.blocks[change.key] = change._replace(parent_label=None)
+        self.blocks[change.key] = replace(change, parent_label=None)
 
-    def _updated(self, change: BlockChange, cause: Cause) -> None:
+    def _updated(self, change: ListingRow, cause: Cause) -> None:
         known = self.blocks.get(change.key)
         if known is None:
             raise Violation("an unknown block is updated")
@@ -75,7 +77,7 @@ class Mirror:
         require(change.residency != 0 or hollow, "a block that is nowhere is not reported removed")
         self.blocks[change.key] = change
 
-    def _removed(self, change: BlockChange, cause: Cause) -> None:
+    def _removed(self, change: ListingRow, cause: Cause) -> None:
         require(change.key in self.blocks, "an unknown block is removed")
         require(change.residency == 0, "a removed block is said to be somewhere")
         require(self._children.get(change.key, 0) == 0, "a block is removed before its children")

@@ -17,7 +17,7 @@ from tests.simulation.mover import Mover
 from tests.simulation.retention import Retentions
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
-from tests.slot_rows import BlockChange, SlotRef
+from tests.slot_rows import SlotRef
 
 EVERYTHING = 1 << 20
 
@@ -135,7 +135,7 @@ class Site:
         whole = {key for key, keys in needed.items() if all(there.get(one) or one in on_disk for one in keys)}
         return {key: tiers for key, tiers in there.items() if tiers and key in whole}
 
-    def _survives(self, change: BlockChange) -> bool:
+    def _survives(self, change: ListingRow) -> bool:
         """Returns whether a block is READY on disk, and neither it nor a needed ancestor is in a bad slot."""
         if not change.residency & Tier.DISK.bit or self.disk is None:
             return False

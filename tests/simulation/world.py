@@ -20,7 +20,7 @@ from kvtierd.core.outcome import Grant, Outcome, RefusalReason
 from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WriteMode
 from kvtierd.core.removal import Drop, DropResult
 from kvtierd.core.slots import SlotState
-from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, ListingRow
 from kvtierd.service.recovery import Adopted, OldLife, adopt
 from kvtierd.tiers.arena import Arena
 from tests.simulation.chooser import Chooser
@@ -32,7 +32,7 @@ from tests.simulation.remains import Died, Lifetime, Remains
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
 from tests.simulation.violation import require
-from tests.slot_rows import BlockChange, SlotRef, begun, changes, contents, filled, owners, restated
+from tests.slot_rows import SlotRef, begun, changes, contents, filled, owners, restated
 
 CACHE: Final = CacheId(1)
 DRAIN_BOUND: Final = 2000
@@ -628,7 +628,7 @@ class World:
         self.seen["memory adopted"] += 1
 
     def _verify_adopted(
-        self, site: Site, in_memory: Mapping[Key, int], known: Mapping[Key, BlockChange], about: Set[SlotRef]
+        self, site: Site, in_memory: Mapping[Key, int], known: Mapping[Key, ListingRow], about: Set[SlotRef]
     ) -> None:
         """Checks the adopted memory. ``about``: slots that a daemon was changing when it died."""
         memory_bits = sum(tier.bit for tier in site.memories)
@@ -799,7 +799,7 @@ class World:
     def _granted(
         self,
         grant: Grant,
-        before: Mapping[GroupId, Mapping[Key, BlockChange]],
+        before: Mapping[GroupId, Mapping[Key, ListingRow]],
         outcome: Outcome,
         expired: TicketId | None,
     ) -> Request:
@@ -883,7 +883,7 @@ def _may_be_back(ticket: Ticket) -> bool:
     return isinstance(ticket, FetchTicket) and ticket.hold
 
 
-def _ever_in(request: MoveRequest, before: Mapping[Key, BlockChange], outcome: Outcome) -> set[Key]:
+def _ever_in(request: MoveRequest, before: Mapping[Key, ListingRow], outcome: Outcome) -> set[Key]:
     """Returns the blocks that were in the tier at some time of this step."""
     events = [event for event in outcome.events if event.group == request.group]
     seen = [*before.values(), *(change for event in events for change in changes(event.blocks))]
