@@ -27,10 +27,10 @@ def lines():
 
     theirs, ours, handler = logging.getLogger("an-engine"), logging.getLogger("kvtier"), Lines()
     before = ours.handlers[:], ours.propagate, ours.level
+    engine_log.below("an-engine")  # the connector may be imported before the engine configures its logger
     theirs.addHandler(handler)
     theirs.setLevel(logging.INFO)
     theirs.propagate = False
-    engine_log.below("an-engine")
     yield found
     theirs.removeHandler(handler)
     ours.handlers[:], ours.propagate = before[:2]

@@ -190,14 +190,13 @@ class _Below(logging.Handler):
 
 
 def below(engine: str) -> logging.Logger:
-    """Returns the logger ``ENGINE.kvtier``, and sends all lines of this process's kvtier below it. Call it when the
-    engine has configured its loggers."""
-    log, own = logging.getLogger(f"{engine}.kvtier"), logging.getLogger("kvtier")
+    """Returns the logger ``ENGINE.kvtier``, and sends all lines of this process's kvtier below it."""
+    own = logging.getLogger("kvtier")
     if not any(isinstance(handler, _Below) for handler in own.handlers):
         own.addHandler(_Below(engine))
         own.propagate = False
-    own.setLevel(log.getEffectiveLevel())
-    return log
+    own.setLevel(logging.DEBUG)  # the engine's loggers decide, which it may configure later
+    return logging.getLogger(f"{engine}.kvtier")
 
 
 def opened(info: CacheInfo, address: str, weights: str) -> str:
