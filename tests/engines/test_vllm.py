@@ -198,10 +198,14 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon, vllm):
         assert found.cached == cold.cached == [0, SHARED, SHARED, SHARED]
         assert f"LLM engine (v{VLLMS[vllm]}" in first.log
         await whole(daemon, "one", STORED)
-        with start({"cache": "one"} | ASYNC) as beside:
+        with start({"cache": "one", "explain_misses": 1.0} | ASYNC) as beside:
             found = beside.generate(asked)
             assert_same(found, cold)
             assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+            assert "is missing" not in beside.log
+            beside.generate(prompts(1, count=5)[4:])
+            said = f"block {SHARED // BLOCK} of {FULL // BLOCK} is missing in one"
+            await eventually(lambda: beside.log, lambda log: re.search(f"{said}.*: It was never stored", log))
         first.kill()
     with start({"cache": "one"} | SYNC, async_scheduling=False) as third:
         found = third.generate(asked)
