@@ -28,8 +28,9 @@ _LATER: Final = [int(1e9 * seconds) for seconds in _SECONDS[1:-1]]
 """Ages in nanoseconds at which the buckets after the first begin."""
 _NUMBERS: Final = 8
 """Kinds of uses by their number: the first, the second and third, the fourth to seventh, and so on."""
-_LENGTHS: Final = 5
-"""Kinds of uses by the length of the request: below 4, 16, 64 and 256 blocks, and above."""
+_LONG: Final = (256, 4_096)
+"""Kinds of uses by the length of the request: below, between and above these numbers of blocks."""
+_LENGTHS: Final = len(_LONG) + 1
 _KINDS: Final = _NUMBERS * _LENGTHS
 _BORROWED: Final = 1_000
 """Uses of the same number, and of any length, that count with the uses of each kind."""
@@ -119,8 +120,7 @@ class ReturnTimes:
 
 
 def _kind(number: int, length: int) -> int:
-    by_number, by_length = min(number.bit_length(), _NUMBERS), min((length.bit_length() + 1) // 2, _LENGTHS)
-    return (by_number - 1) * _LENGTHS + by_length - 1
+    return (min(number.bit_length(), _NUMBERS) - 1) * _LENGTHS + bisect(_LONG, length)
 
 
 def _slope(point: tuple[float, float], later: tuple[float, float]) -> float:

@@ -92,9 +92,9 @@ def test_the_length_of_the_last_request_tells_blocks_apart() -> None:
     for start in range(0, 9_000, 3):
         short, long = blocks([f"short {start}", f"long {start}"])
         times.request([short], start * SECOND, 10)
-        times.request([long], start * SECOND, 100)
+        times.request([long], start * SECOND, 300)
         times.request([short], (start + 2) * SECOND, 10)
     short, long = blocks(["short", "long"])
     times.request([short], 9_000 * SECOND, 10)
-    times.request([long], 9_000 * SECOND, 100)
+    times.request([long], 9_000 * SECOND, 300)
     assert times.value(short.use) > 2 * times.value(long.use) > 0
