@@ -63,9 +63,9 @@ class Conversations:
         self._kept: dict[bytes, Kept] = {}
         self._turned = 0
         self._unswept: list[SessionId] = []
-        """Sessions whose idle conversations are to be forgotten: those of one session a request."""
+        """Sessions whose idle conversations are to be forgotten. Each request forgets them for one session."""
         self.some_ended = False
-        """Whether there may be an ended block. It has the duration ``ENDED_MS``, also after a restart."""
+        """Whether there may be an ended block. Ended blocks have the duration ``ENDED_MS``, also after a restart."""
 
     def reach(self, session: SessionId, tag: bytes, key: Key, now: int) -> None:
         """Notes that the conversation, from now on the session's, has got as far as this block. A block that the
@@ -91,7 +91,7 @@ class Conversations:
             self._take_back(next(iter(crowded)), None)
 
     def disown(self, session: SessionId) -> None:
-        """Makes the conversations of an ended session nobody's, until another session tells of them."""
+        """Gives the conversations of an ended session to ``NOBODY``, until another session tells of them."""
         nobodys = self._tips[NOBODY]
         nobodys.update(self._tips.pop(session, {}))
         for tag in [*nobodys][:-MOST_A_SESSION]:
